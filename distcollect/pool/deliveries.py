@@ -211,7 +211,7 @@ class Deliveries:
                 return
             self.take_back("given_up")
         if wanted is not Wanted.REFERENCE:
-            self._stats_recorder.batch_requested(len(self._core.requests.arrived))
+            self._stats_recorder.batch_requested(self._core.requests.num_waiting)
         self._reply = reply
         self._core.batch_wanted(wanted, keep_s)
 

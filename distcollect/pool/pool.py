@@ -15,8 +15,8 @@ parts; each knows only those below it, and all from PoolCore on are pure::
       Deliveries    the batches on their way to the user
       EventLoop     the lock, the queue of events, and the execution of commands
     PoolCore        what the user waits for, and what may be fetched
-      Requests      what was requested, and what became of it, with the Ledger
       Scheduler     which worker is asked next, and which rollout is delivered next
+      Requests      where each rollout is that was requested, with the Ledger
       WorkerSlots   the workers
 """
 
@@ -104,7 +104,7 @@ class Pool:
         self._plan = plan
         self._failure_sink = failure_sink
         self._stats_recorder = stats_recorder or StatsRecorder()
-        self._core = PoolCore(plan, staleness, lambda: secrets.token_hex(8))
+        self._core = PoolCore(plan, staleness, lambda: secrets.token_hex(8), sender.acknowledged)
         self._loop = EventLoop(
             self._core,
             transport,
@@ -224,10 +224,7 @@ class Pool:
                 return
             self._stats_recorder.joined(worker_id, incarnation)
             newest = self._sender.welcome(worker_id, peer)
-            acknowledged = self._sender.acknowledged(worker_id)
-            self._loop.post(
-                self._core.worker_joined, worker_id, incarnation, peer, newest, acknowledged
-            )
+            self._loop.post(self._core.worker_joined, worker_id, incarnation, peer, newest)
         if not newest:  # else it is told when the worker has that version
             self.on_weights(worker_id, 0)
 
@@ -304,9 +301,7 @@ class Pool:
         with self._lock:
             if self._core.closed or self._failure is not None:
                 return
-            # Not ``version``: another process may have taken this one's place meanwhile.
-            newest = self._sender.acknowledged(worker_id)
-            self._loop.post(self._core.acknowledged, worker_id, newest)
+            self._loop.post(self._core.acknowledged, worker_id)
         self.on_weights(worker_id, version)
 
     def _left_out(self, worker_id: int, error: DistCollectError) -> None:
@@ -377,7 +372,7 @@ class Pool:
             # The state's weights may have been published here. No number is used twice.
             newest = self.version = max(version, self.version)
             epoch = self._sender.resume(newest)
-            self._core.resumed(newest, frames, self.acknowledged)
+            self._core.resumed(newest, frames)
             request = ResumeRequest(newest, first_traj_id, epoch)
             return lambda _: (request,)
 

@@ -3,34 +3,41 @@
 Pure: no clock, no thread, no socket. :class:`~.pool.Pool` calls one method of :class:`PoolCore` for
 each event and then executes the commands. Answers of workers come back as further events.
 
-What an event costs does not depend on the number of workers, but for a publication (which concerns
-all the workers that it is sent to) and what concerns all requests at once.
+An event changes what is known of a worker (:mod:`.worker_slots`) or of a rollout
+(:mod:`.requests`). Then one function, :meth:`PoolCore._decide`, looks at the whole state.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from math import ceil
 from typing import Any
 
 from distcollect.config import Staleness
 from distcollect.errors import WorkerLost
 from distcollect.pool.first_failures import FirstFailures
-from distcollect.pool.modes import make_scheduler
 from distcollect.pool.pool_commands import (
     AwaitTaken,
     Collect,
     Command,
     Deliver,
     NoteActivity,
+    ReportDrained,
     ReportFailure,
     TakeBack,
     WakeUser,
     Wanted,
 )
 from distcollect.pool.requests import Requests
+from distcollect.pool.schedulers import (
+    InTurnScheduler,
+    PacedScheduler,
+    Scheduler,
+    SyncScheduler,
+)
 from distcollect.pool.setup_calls import SetupArguments, SetupCall, SetupCalls
-from distcollect.pool.staleness import SentVersions
+from distcollect.pool.staleness import Pacer, SentVersions
 from distcollect.pool.worker_slots import (
     BatchPlan,
     RolloutRequest,
@@ -43,8 +50,8 @@ from distcollect.rollout.layout import Tensors
 from distcollect.telemetry.recorder import Activity
 from distcollect.transport.protocol import Offer
 
-# Rollouts that are fetched before the user asks for them: one is on its way while the user works on
-# another. More would only make them older.
+# Rollouts that are fetched before the user asks for them: one is on its way while the user works
+# on another. More would only make them older.
 _PREFETCH = 2
 
 
@@ -61,7 +68,11 @@ class PoolCore:
     """
 
     def __init__(
-        self, plan: BatchPlan, staleness: Staleness | None, make_key: Callable[[], str]
+        self,
+        plan: BatchPlan,
+        staleness: Staleness | None,
+        make_key: Callable[[], str],
+        acknowledged: Callable[[int], int],
     ) -> None:
         """Start without workers.
 
@@ -69,33 +80,33 @@ class PoolCore:
             plan: what is to be collected.
             staleness: which frames are too old, and what becomes of them.
             make_key: makes keys for rollouts that other trainers may take; no two are the same.
+            acknowledged: gives the newest version of the weights that a worker has.
         """
         self.commands: deque[Command] = deque()
         self.closed = False
-        self.versions = SentVersions()
-        self.slots = WorkerSlots(self.versions, plan.reserved)
+        self.versions = SentVersions(acknowledged)
+        self.slots = WorkerSlots(plan.reserved)
         drops = staleness is not None and staleness.mode != "mask"
-        max_lag = staleness.max_policy_lag if staleness is not None and drops else None
-        self._drops_stale = max_lag is not None
+        self._max_lag = staleness.max_policy_lag if staleness is not None and drops else None
         self._limits_lag = plan.sync or staleness is not None
-        self._scheduler = make_scheduler(plan, staleness, self.slots, self.versions)
+        self._pacer: Pacer | None = None
+        if staleness is not None and staleness.mode == "pace" and not (plan.sync or plan.in_turn):
+            self._pacer = Pacer(staleness.max_policy_lag, self.versions)
         self.requests = Requests(
-            plan,
-            self.slots,
-            self._scheduler,
-            self.versions,
-            self.commands.append,
-            max_lag=max_lag,
+            plan, self.slots, self.versions, self.commands.append, pacer=self._pacer
         )
+        self._scheduler = self._make_scheduler(plan)
+        self.slots.may_ask = self._scheduler.may_ask
         self._plan = plan
         self._make_key = make_key
-        self._setup_calls = SetupCalls(self.commands.append)
+        self._setup_calls = SetupCalls(self.slots, self.commands.append)
         self._resumed_frames = 0
         self._is_closing = False
-        # How many of the rollouts that arrived first are fetched. In async mode none before the
+        self._checked = 0  # the publications when rollouts were last checked for staleness
+        # How many rollouts are fetched before the user asks for them. In async mode none before the
         # user has asked for the first one: it may be for another trainer.
-        self._max_fetched = plan.num_rollouts if plan.sync else 0
-        self._refers = False  # the user wants references, so that nothing is fetched
+        self._prefetch = plan.num_rollouts if plan.sync else 0
+        self._ends_early = False  # workers that collect for this batch deliver what they have
         self.wanted: Wanted | None = None
         self._chosen: RolloutRequest | None = None  # the rollout of the next reference
         self._keep_s = 0.0
@@ -103,39 +114,38 @@ class PoolCore:
         self._untaken = "not_taken"  # the cause for a rollout that no trainer took
         self._first_failures = FirstFailures()
 
+    def _make_scheduler(self, plan: BatchPlan) -> Scheduler:
+        parts = plan, self.slots, self.requests, self.versions
+        if self._pacer is not None:
+            return PacedScheduler(*parts, self._pacer)
+        if plan.sync:
+            return SyncScheduler(*parts)
+        return InTurnScheduler(*parts) if plan.in_turn else Scheduler(*parts)
+
     @property
     def stamp(self) -> object:
         """Changes with all that decides whether a rollout may still be delivered."""
-        return self.versions.revision if self._limits_lag else 0, self._setup_calls.num_begun
+        return self.versions.generation if self._limits_lag else 0, self._setup_calls.num_begun
 
     # Events: workers come and go.
 
-    def worker_joined(
-        self, worker_id: int, incarnation: int, peer: int, newest: int, acknowledged: int
-    ) -> None:
-        """A worker is there. It has version ``acknowledged``, and is sent ``newest`` if not 0."""
+    def worker_joined(self, worker_id: int, incarnation: int, peer: int, newest: int) -> None:
+        """A worker is there, and is sent version ``newest`` if that is not 0."""
         if newest:
             self.versions.publish(newest, [worker_id])
-        slot = self.slots.add(worker_id, incarnation, peer, acknowledged)
+        slot = self.slots.add(worker_id, incarnation, peer)
         self.requests.stale_frames.setdefault(worker_id, 0)
         self._setup_calls.joined(slot)
-        self._note_serving(slot)
-        self._scheduler.joined(slot)
-        self._advance()
+        self._wake_if_serving(slot)
+        self._decide()
 
     def worker_leaving(self, worker_id: int, incarnation: int) -> None:
         """A worker is to leave: nothing more is requested from it."""
         slot = self.slots.find(worker_id, incarnation)
-        if slot is None:
-            return
-        if slot.is_staying:
-            slot.become(SlotState.LEAVING)
+        if slot is not None and slot.is_staying:
+            self.slots.become(slot, SlotState.LEAVING)
             self._forget_setup(slot)
-            self._scheduler.leaves(slot)
-        self._give_up_stale()
-        self._fetch_from(slot)
-        self.requests.check_drained(slot)
-        self._advance()
+            self._decide()
 
     def worker_lost(self, worker_id: int, incarnation: int, *, replaced: bool) -> None:
         """A worker is gone; what it was to collect is requested from others."""
@@ -143,49 +153,40 @@ class PoolCore:
         if slot is not None:
             self._forget_setup(slot)
             self.requests.vacate(slot)
-            self._scheduler.leaves(slot)
-            self._fetch_ahead()
         # Also if it is only certain now that there is no replacement: its share waited for that.
-        self._advance()
+        self._decide()
 
     # Events: weights.
 
     def published(self, version: int, worker_ids: Sequence[int]) -> None:
-        """A new version goes to these workers."""
+        """A new version goes to these workers. Nothing is requested before one of them has it."""
         self.versions.publish(version, worker_ids)
-        self._scheduler.published()
-        for worker_id in worker_ids:
-            self._compare_versions(self.slots.get(worker_id))
+        if self._pacer is not None:
+            self._pacer.published()
+        self._refresh(worker_ids)
 
-    def acknowledged(self, worker_id: int, version: int) -> None:
-        """A worker has this version."""
-        slot = self.slots.get(worker_id)
-        if slot is not None:
-            slot.acknowledged = version
-            self._compare_versions(slot)
-        self._advance()
+    def acknowledged(self, worker_id: int) -> None:
+        """A worker has a newer version."""
+        self._refresh([worker_id])
+        self._decide()
 
-    def resumed(self, version: int, frames: int, acknowledged: Mapping[int, int]) -> None:
+    def resumed(self, version: int, frames: int) -> None:
         """The run goes on where another one was.
 
         Args:
             version: its policy_version.
             frames: the number of frames that it delivered; they count as requested.
-            acknowledged: maps worker_id to the version that the worker has by the new numbers. It
-                is below ``version`` for a worker that still waits for its weights.
         """
         # The state may be loaded again, if the first time was interrupted.
-        self._scheduler.frames_asked += frames - self._resumed_frames
+        self.requests.frames_asked += frames - self._resumed_frames
         self._resumed_frames = frames
         self.versions.publish(version, self.slots.worker_ids)
-        for slot in self.slots:
-            slot.acknowledged = acknowledged[slot.worker_id]
-            self._compare_versions(slot)
+        self._refresh(self.slots.worker_ids)
 
-    def _compare_versions(self, slot: WorkerSlot | None) -> None:
-        if slot is not None:
-            self.slots.compare_versions(slot)
-            self._scheduler.refresh(slot)
+    def _refresh(self, worker_ids: Sequence[int]) -> None:
+        for worker_id in worker_ids:
+            if (slot := self.slots.get(worker_id)) is not None:
+                self.slots.refresh(slot)
 
     # Events: setup calls.
 
@@ -197,30 +198,26 @@ class PoolCore:
         Raises:
             Exception: what ``arguments`` raises; then nothing has changed.
         """
-        call = self._setup_calls.begin(method, arguments, self.slots)
+        call = self._setup_calls.begin(method, arguments)
         self.requests.preempt_all()
         self.requests.give_up_all()
-        for slot in self.slots:
-            self._scheduler.refresh(slot)
         return call
 
-    def set_up(self, slot: WorkerSlot) -> None:
+    def set_up(self, slot: WorkerSlot, error: BaseException | None = None) -> None:
         """A worker has answered a setup call."""
-        if self._setup_calls.answered(slot):
+        if self._setup_calls.answered(slot, error):
             self.commands.append(WakeUser())
-        self._note_serving(slot)
-        self._scheduler.refresh(slot)
-        self._advance()
+        self._wake_if_serving(slot)
+        self._decide()
 
-    def _note_serving(self, slot: WorkerSlot) -> None:
+    def _wake_if_serving(self, slot: WorkerSlot) -> None:
         if slot.state is SlotState.SERVING:
             self.commands.append(WakeUser())  # it may need a worker, whichever comes
 
     def not_set_up(self, slot: WorkerSlot, error: BaseException) -> None:
         """A worker failed at a setup call: it may be half set up, and is replaced."""
-        if self._setup_calls.answered(slot, error):
-            self.commands.append(WakeUser())
         self._failed(slot, error)
+        self.set_up(slot, error)
 
     def _forget_setup(self, slot: WorkerSlot) -> None:
         if self._setup_calls.gone(slot):
@@ -230,64 +227,59 @@ class PoolCore:
 
     def offered(self, request: RolloutRequest, offer: Offer, now: int) -> None:
         """A rollout lies on its worker since ``now``, in nanoseconds."""
-        self._first_failures.collected(request.slot.worker_id)
-        is_wanted = self.requests.offered(request, offer, now)
+        self._first_failures.collected(request.worker_id)
+        self.requests.offered(request, offer, now)
+        self._give_up_if_stale(request)
         self._setup_calls.go_on(request.slot)  # it may have waited for the end of the rollout
-        if is_wanted:
-            if self._drops_stale:
-                self._give_up_stale()
-            if self._plan.sync or len(self.requests.arrived) <= self._max_fetched:
-                self.requests.fetch(request)
-            else:
-                self._fetch_from(request.slot)
-            enough = self._scheduler.enough_to_end_early
-            if enough is not None and len(self.requests.arrived) >= enough:
-                self.end_early()
-        self._advance()
+        self._decide()
 
     def not_collected(self, request: RolloutRequest, error: BaseException) -> None:
         """A worker failed to collect a rollout."""
         self._failed(request.slot, error)
+        self._decide()
 
     def fetched(self, request: RolloutRequest, tensors: Tensors) -> None:
         """A rollout is here."""
         self.requests.fetched(request, tensors)
-        self._advance()
+        self._give_up_if_stale(request)
+        self._decide()
 
     def not_fetched(self, request: RolloutRequest, error: BaseException) -> None:
         """A rollout can't be fetched."""
         self.requests.not_fetched(request)
-        self._fetch_ahead()
         self._failed(request.slot, error)
+        self._decide()
 
     def kept(self, request: RolloutRequest, held: Any) -> None:
         """A worker keeps a rollout for another trainer, which fetches it by ``held``."""
-        request.held = held
-        request.become(RolloutState.KEPT)
+        self.requests.kept_for_others(request, held)
         self.commands.append(AwaitTaken(request))
-        self._advance()
+        self._decide()
 
     def taken(self, request: RolloutRequest, *, is_taken: bool) -> None:
         """Another trainer has taken a rollout, or no trainer will."""
         self.requests.keep_no_longer(request, None if is_taken else self._untaken)
-        self._advance()
+        self._decide()
 
     def not_kept(self, request: RolloutRequest, error: BaseException) -> None:
         """A worker can't keep a rollout any more."""
         self.requests.keep_no_longer(request, "worker_lost")
         self._failed(request.slot, error)
+        self._decide()
 
     def unreachable(self, slot: WorkerSlot, error: BaseException) -> None:
         """A call to a worker was interrupted, so that its answer may never be seen."""
         self._failed(slot, WorkerLost(f"a call to it was interrupted by {error!r}"))
+        self._decide()
 
     def _failed(self, slot: WorkerSlot, error: BaseException) -> None:
+        """A worker is lost, or will be: what it owes is given up then."""
         if not slot.is_gone:
-            # It is lost, or will be: what it owes is given up then.
+            slot.failed = True
+            self.slots.refresh(slot)
             collecting = set(self.slots.worker_ids) - self._plan.reserved
             is_final = self._first_failures.is_final(slot, error, collecting)
             self.commands.append(ReportFailure(slot, error, is_final))
-        self._advance()
 
     # Events: what the user wants.
 
@@ -300,27 +292,26 @@ class PoolCore:
         self._keep_s = keep_s
         self._chosen = None
         self._activity = None
-        self._scheduler.begin()
-        if wanted is not Wanted.ALL:
-            referred, self._refers = self._refers, wanted is Wanted.REFERENCE
-            max_fetched, self._max_fetched = self._max_fetched, 0 if self._refers else _PREFETCH
-            if self._max_fetched > max_fetched:
-                self._fetch_ahead()
-            if referred and not self._refers:
-                for slot in self.slots:
-                    self._fetch_from(slot)
-        self._advance()
+        self._ends_early = False
+        self.requests.begin_batch()
+        if self._pacer is not None:
+            self._pacer.awaited()
+        if wanted is Wanted.ALL:
+            for slot in self.slots:  # each is to have a share
+                self.slots.refresh(slot)
+        else:
+            self._prefetch = 0 if wanted is Wanted.REFERENCE else _PREFETCH
+        self._decide()
 
     def batch_cancelled(self) -> None:
         """The user waits no longer, though the batch is not there."""
         if self.wanted is Wanted.ALL:
             # If it came later it would be older than the request for the next batch.
             self.requests.give_up_all()
-        self._scheduler.end()
         self.wanted = self._chosen = None
 
     def may_deliver_again(self, requests: Sequence[RolloutRequest], wanted: Wanted) -> bool:
-        """Whether rollouts that were delivered, but did not reach the user, may be given again.
+        """Return True if rollouts that were delivered, but did not reach the user, may be given.
 
         They must be what the user would get now: not from before a seed, and no older than the
         weights that were sent since then allow.
@@ -328,7 +319,14 @@ class PoolCore:
         is_reference = any(request.state is RolloutState.REFERRED for request in requests)
         if is_reference != (wanted is Wanted.REFERENCE):
             return False
-        return all(self.requests.may_deliver_again(request) for request in requests)
+        max_lag = 0 if self._plan.sync else self._max_lag
+        return all(
+            request.epoch == self.requests.epoch
+            and (
+                max_lag is None or self.versions.lag(request.worker_id, request.version) <= max_lag
+            )
+            for request in requests
+        )
 
     def take_back(self, requests: Sequence[RolloutRequest], cause: str) -> None:
         """Rollouts that were delivered did not reach the user, and are lost by ``cause``.
@@ -338,17 +336,15 @@ class PoolCore:
         for request in requests:
             if request.state is RolloutState.DELIVERED:
                 self.requests.take_back(request, cause)
-            elif request.state is RolloutState.REFERRED:
-                self._scheduler.taken_back()
+                continue
+            self.requests.ask_again()
+            if request.state is RolloutState.REFERRED:
                 self.commands.append(TakeBack(request))
-            elif request.state is RolloutState.GIVEN_UP:
-                # Its worker was lost, or kept it no longer, while nobody had the reference.
-                self._scheduler.taken_back()
 
     def end_early(self) -> None:
         """Have the workers that collect for this batch, now or later, deliver what they have."""
-        if not self._scheduler.ends_early:
-            self._scheduler.ends_early = True
+        if not self._ends_early:
+            self._ends_early = True
             self.requests.preempt_all()
 
     # Events: the end.
@@ -372,125 +368,127 @@ class PoolCore:
 
     # Decisions.
 
-    def _advance(self) -> None:
-        """Do what an event has made possible."""
+    def _decide(self) -> None:
+        """Look at the whole state after an event, and do all that is possible now."""
+        if self.closed:
+            return
+        if self.wanted is not None:
+            self._give_up_stale()
+        self._fetch()
+        self._end_early_if_enough()
         self._ask()
+        delivered, wanted = [], self.wanted
+        if wanted is not None and (delivered := self._delivered(wanted)):
+            self.wanted = self._chosen = None
+            self._fetch()
+            self._ask()
+        for slot in [slot for slot in self.slots.leaving if not slot.owes_rollouts]:
+            self.slots.become(slot, SlotState.DRAINED)
+            self.commands.append(ReportDrained(slot))
         if self._is_closing and not self.requests.kept:
             self.commands.append(WakeUser())
-        if self.wanted is None:
-            return
-        if self._is_there():
-            self._deliver()
-        elif (activity := self._waits_for()) != self._activity:
+        if wanted is not None and delivered:
+            self.commands.append(Deliver(wanted, delivered))  # at last: the user runs at once
+        elif self.wanted is not None and (activity := self._waits_for()) != self._activity:
             self._activity = activity
             self.commands.append(NoteActivity(activity))
 
-    def _deliver(self) -> None:
-        """What the user waits for is there: the user has it, and waits no longer."""
-        wanted, self.wanted = self.wanted, None
-        assert wanted is not None
-        if wanted is Wanted.ALL:
-            requests = self.requests.deliver_all()
-        else:
-            requests = [self._delivered()]
-            if wanted is Wanted.NEXT:
-                self._fetch_ahead()
-            self._ask()
-        # At last: the user's thread runs at once.
-        self.commands.append(Deliver(wanted, requests))
+    def _give_up_stale(self) -> None:
+        # Lags grow only when versions are sent.
+        if self._max_lag is not None and self._checked != self.versions.generation:
+            self._checked = self.versions.generation
+            self.requests.give_up_stale(self._max_lag)
 
-    def _delivered(self) -> RolloutRequest:
-        """The chosen rollout, or the reference to it, is the user's now."""
-        chosen, self._chosen = self._chosen, None
-        assert chosen is not None
-        self._scheduler.end()
-        if chosen.state is RolloutState.HERE:
-            self.requests.deliver(chosen)
-        else:
-            chosen.become(RolloutState.REFERRED)
-        self._scheduler.delivered(chosen)
-        return chosen
+    def _give_up_if_stale(self, request: RolloutRequest) -> None:
+        if self._max_lag is not None and self.requests.is_stale(request, self._max_lag):
+            self.requests.give_up(request, "stale")
+
+    def _fetch(self) -> None:
+        """Fetch what there is room for, and what a worker would take along that is to leave."""
+        requests = self.requests
+        ready = requests.among[RolloutState.READY]
+        while ready and requests.num_fetched < self._prefetch:
+            requests.fetch(next(iter(ready)))
+        if self._prefetch:
+            for slot in self.slots.leaving:
+                for request in slot.rollouts:
+                    if request.state is RolloutState.READY:
+                        requests.fetch(request)
+
+    def _end_early_if_enough(self) -> None:
+        share = self._plan.preemptive_threshold
+        if share is not None and self.wanted is Wanted.ALL:
+            enough = max(1, ceil(share * self._plan.num_rollouts))
+            if self.requests.num_waiting >= enough:
+                self.end_early()
 
     def _ask(self) -> None:
         """Request rollouts from all workers that may be asked for one."""
-        scheduler = self._scheduler
-        if self.closed or (slot := scheduler.next_slot()) is None:
-            return
-        requests = []
-        while slot is not None:
-            requests.append(self.requests.request(slot))
-            slot = scheduler.next_slot()
-        self.commands.append(Collect(requests))
-        if scheduler.ends_early:
-            self.requests.preempt_all()
+        requests: list[RolloutRequest] = []
+        is_awaited = self.wanted is not None
+        while slots := self._scheduler.next_workers(is_awaited=is_awaited):
+            requests += [self.requests.request(slot) for slot in slots]
+        if requests:
+            self.commands.append(Collect(requests))
+            if self._ends_early:
+                self.requests.preempt_all()
 
-    def _give_up_stale(self) -> None:
-        if self.requests.give_up_stale():
-            self._fetch_ahead()
-            self._ask()
+    def _delivered(self, wanted: Wanted) -> list[RolloutRequest]:
+        """The rollouts that the user waits for, which are the user's now; empty: not there yet."""
+        requests = self.requests
+        if wanted is Wanted.ALL:
+            if len(requests.among[RolloutState.HERE]) < self._plan.num_rollouts:
+                return []
+            delivered = list(requests.among[RolloutState.HERE])
+        else:
+            is_reference = wanted is Wanted.REFERENCE
+            chosen = self._to_refer() if is_reference else self._scheduler.next_rollout()
+            if chosen is None:
+                return []
+            if chosen.state is RolloutState.READY and not is_reference:
+                requests.fetch(chosen)
+            if chosen.state not in (RolloutState.HERE, RolloutState.KEPT):
+                return []
+            delivered = [chosen]
+        for request in delivered:
+            requests.deliver(request)
+        return delivered
 
-    def _fetch_ahead(self) -> None:
-        """Fetch what there is room for, as some do not wait any more."""
-        if not self._plan.sync:  # else all are fetched when they arrive
-            for request in self.requests.arrived.first(self._max_fetched):
-                self.requests.fetch(request)
+    def _to_refer(self) -> RolloutRequest | None:
+        """The rollout for another trainer, which its worker keeps or is told to keep now.
 
-    def _fetch_from(self, slot: WorkerSlot) -> None:
-        """Fetch what a worker would take along that is to leave."""
-        if slot.state is SlotState.LEAVING and not self._refers:
-            for request in list(slot.arrived):
-                self.requests.fetch(request)
-
-    def _is_there(self) -> bool:
-        """Whether what the user waits for is there."""
-        if self._drops_stale and self.wanted is not Wanted.REFERENCE:
-            self._give_up_stale()
-        if self.wanted is Wanted.ALL:
-            return self.requests.arrived.num_here == self._plan.num_rollouts
-        if self.wanted is Wanted.NEXT:
-            self._chosen = self._scheduler.choose()
-            if self._chosen is None:
-                return False
-            self.requests.fetch(self._chosen)
-            return self._chosen.state is RolloutState.HERE
-        return self._has_reference()
-
-    def _has_reference(self) -> bool:
-        """Whether a rollout can be handed over; if none is kept yet, have a worker keep one."""
-        chosen = self._chosen
-        if chosen is None or chosen.state not in (RolloutState.KEEPING, RolloutState.KEPT):
-            if self._drops_stale:
-                self._give_up_stale()
-            self._chosen = chosen = self._next_to_refer()
-            if chosen is not None and chosen.state is RolloutState.READY:
-                self.requests.keep(chosen, self._make_key(), self._keep_s)
-        return chosen is not None and chosen.state in (RolloutState.KEPT, RolloutState.HERE)
-
-    def _next_to_refer(self) -> RolloutRequest | None:
-        """The next rollout for another trainer; one that is here only if there is no other."""
-        arrived = self.requests.arrived
-        ready = arrived.first_ready()
-        if ready is not None:
-            return self._scheduler.choose_to_refer() or ready
-        if self.slots.num_collecting or not arrived.num_here:
-            return None
-        return self._scheduler.choose_among(arrived.all_here())
+        One that is here is handed over only if there is no other.
+        """
+        chosen, requests = self._chosen, self.requests
+        if chosen is not None and chosen.state in (RolloutState.KEEPING, RolloutState.KEPT):
+            return chosen
+        if ready := requests.among[RolloutState.READY]:
+            self._chosen = chosen = self._scheduler.first_of(ready)
+            if chosen is not None:
+                requests.keep(chosen, self._make_key(), self._keep_s)
+            return chosen
+        here = requests.among[RolloutState.HERE]
+        return None if requests.num_collecting else self._scheduler.first_of(here)
 
     # What the user waits for, in words.
 
     def _waits_for(self) -> Activity:
-        is_collecting = self.slots.num_collecting > 0
+        is_collecting = self.requests.num_collecting > 0
         # In async mode the first rollout that arrives will do.
-        if self.requests.arrived.num_fetching and not (self._plan.sync and is_collecting):
+        if self.requests.among[RolloutState.FETCHING] and not (self._plan.sync and is_collecting):
             return "transfer"
-        return "weights" if self.slots.behind and not is_collecting else "collect"
+        return "collect" if is_collecting or not any(self._behind) else "weights"
+
+    @property
+    def _behind(self) -> Iterator[WorkerSlot]:
+        """The workers that collect, and don't have the newest weights sent to them."""
+        return (s for s in self.slots.able if not self.versions.is_up_to_date(s.worker_id))
 
     @property
     def awaited(self) -> str:
         """The workers that the user waits for, in words."""
-        slots = sorted(self.slots.able, key=lambda slot: slot.worker_id)
-        late = [slot.worker_id for slot in slots if slot.unsettled]
-        behind = [s.worker_id for s in slots if not s.unsettled and not s.is_up_to_date]
+        late = sorted(slot.worker_id for slot in self.slots.able if slot.owes_rollouts)
+        behind = sorted(slot.worker_id for slot in self._behind if not slot.owes_rollouts)
         coming = sorted(self.slots.coming)
         parts = []
         if late or not (behind or coming):

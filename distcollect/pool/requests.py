@@ -1,25 +1,25 @@
-"""What was requested from workers, and what became of it: delivered, or given up and why.
+"""Every rollout that was requested: where it is, and at its end what became of it.
 
-Pure bookkeeping, with the ledger that comes of it. What is to be done for it goes into a list of
+Pure bookkeeping. One function changes where a rollout is; all else (who collects, what waits for
+delivery, whose memory is free) follows from that. What is to be done for it goes into a list of
 commands.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from math import ceil
 
-from distcollect.pool.arrived_rollouts import ArrivedRollouts
 from distcollect.pool.ledger import Ledger
-from distcollect.pool.pool_commands import Command, Decline, Fetch, Keep, Preempt, ReportDrained
-from distcollect.pool.scheduler import Scheduler
-from distcollect.pool.staleness import SentVersions
+from distcollect.pool.pool_commands import Command, Decline, Fetch, Keep, Preempt
+from distcollect.pool.staleness import Pacer, SentVersions
 from distcollect.pool.worker_slots import (
+    WAITING,
     BatchPlan,
     RolloutRequest,
     RolloutState,
-    SlotState,
     WorkerSlot,
     WorkerSlots,
 )
@@ -28,112 +28,151 @@ from distcollect.rollout.header import Header
 from distcollect.rollout.layout import Tensors
 from distcollect.transport.protocol import CollectRequest, Offer
 
-_NONE_LOST: Mapping[str, int] = {}
-
-
-@dataclass(slots=True)
-class _Throughput:
-    """How fast a worker is, see :class:`~distcollect.results.WorkerThroughput`."""
-
-    num_rollouts: int = 0
-    mean_s: float = 0.0
-    num_preempted: int = 0
+_R = RolloutState
+_NEXT: dict[RolloutState, set[RolloutState]] = {
+    _R.COLLECTING: {_R.PREEMPTED, _R.READY, _R.UNWANTED, _R.GIVEN_UP},
+    _R.PREEMPTED: {_R.READY, _R.UNWANTED, _R.GIVEN_UP},
+    _R.READY: {_R.FETCHING, _R.KEEPING, _R.GIVEN_UP},
+    _R.FETCHING: {_R.HERE, _R.UNREACHABLE, _R.UNWANTED, _R.GIVEN_UP},
+    _R.UNREACHABLE: {_R.GIVEN_UP},
+    _R.HERE: {_R.DELIVERED, _R.GIVEN_UP},
+    _R.KEEPING: {_R.KEPT, _R.GIVEN_UP},
+    _R.KEPT: {_R.REFERRED, _R.GIVEN_UP},
+    _R.REFERRED: {_R.DELIVERED, _R.GIVEN_UP},
+    _R.UNWANTED: {_R.GIVEN_UP},
+    _R.DELIVERED: set(),
+    _R.GIVEN_UP: set(),
+}
+_SETTLED = (_R.DELIVERED, _R.GIVEN_UP)
 
 
 class Requests:
     """Every rollout that was requested, until it is settled; that is once, and in the ledger.
 
     Attributes:
-        arrived: the rollouts that wait for delivery.
-        kept: those that other trainers may still take.
+        among: the rollouts in each state, in the order in which they entered it.
         stale_frames: frames that were given up as too stale, by worker_id.
+        frames_asked: frames of the rollouts that were requested, without those given up.
+        num_requested: how many were requested in all.
+        num_open: of these, how many are neither delivered nor given up.
+        num_batches: how many batches the user has asked for.
+        before_batch: how many rollouts had been requested when it asked for the last one.
     """
 
     def __init__(
         self,
         plan: BatchPlan,
         slots: WorkerSlots,
-        scheduler: Scheduler,
         versions: SentVersions,
         commands: Callable[[Command], None],
         *,
-        max_lag: int | None,
+        pacer: Pacer | None = None,
     ) -> None:
         """Start without any request.
 
         Args:
             plan: what a rollout is.
             slots: the workers.
-            scheduler: is told what it has to know for its decisions.
             versions: which weights were sent to which worker.
             commands: called with each command.
-            max_lag: rollouts that lag more are given up; None: none are for that.
+            pacer: knows the rollouts that are out, if it decides how many may be.
         """
-        self.arrived = ArrivedRollouts()
-        self.kept: dict[RolloutRequest, None] = {}
         self.stale_frames: dict[int, int] = {}
+        self.frames_asked = 0
+        self.num_requested = self.num_open = 0
+        self.num_batches = 0
+        self.before_batch = 0
         self._plan = plan
         self._slots = slots
-        self._scheduler = scheduler
         self._versions = versions
         self._commands = commands
-        self._max_lag = max_lag
+        self._pacer = pacer
+        # Not plain dicts: finding the first key of one takes time when many were removed.
+        self.among: dict[RolloutState, OrderedDict[RolloutRequest, None]] = {
+            state: OrderedDict() for state in RolloutState if state not in _SETTLED
+        }
+        self._num_arrived = 0
         self._ledger = Ledger()
-        self._throughput: dict[int, _Throughput] = {}
+        self._throughput: dict[int, WorkerThroughput] = {}
         # (worker_id, incarnation) of a process that is gone: frames of its unanswered requests.
         self._unaccounted: dict[tuple[int, int], int] = {}
         self._last_sent: CollectRequest | None = None
-        self._epoch = 0  # how often all requests were given up
-        self._collecting: dict[RolloutRequest, None] = {}  # for this batch, and not preempted
-        # Rollouts whose lag was not looked at since they arrived, and the version of that look.
-        self._unchecked: list[RolloutRequest] = []
-        self._checked_revision = 0
+        self.epoch = 0  # how often all requests were given up
+
+    # Where rollouts are.
 
     @property
-    def ledger(self) -> LedgerReport:
-        """Where all frames went."""
-        return self._ledger.report()
-
-    def ledger_without(self, on_their_way: Iterable[RolloutRequest]) -> LedgerReport:
-        """Where all frames went, if the user does not have these delivered rollouts yet."""
-        return self._ledger.report(
-            (request.slot.worker_id, request.known_header.num_frames)
-            for request in on_their_way
-            if request.state is RolloutState.DELIVERED
-        )
+    def num_collecting(self) -> int:
+        """The number of workers at work. A rollout that nobody gets may be on its way instead."""
+        among = self.among
+        return len(among[_R.COLLECTING]) + len(among[_R.PREEMPTED]) + len(among[_R.UNWANTED])
 
     @property
-    def paces(self) -> dict[int, WorkerThroughput]:
-        """How fast each worker is, by worker_id."""
-        return {
-            worker_id: WorkerThroughput(pace.num_rollouts, pace.mean_s, pace.num_preempted)
-            for worker_id, pace in sorted(self._throughput.items())
-        }
+    def num_fetched(self) -> int:
+        """The number of rollouts on the trainer or on their way to it."""
+        return len(self.among[_R.FETCHING]) + len(self.among[_R.HERE])
 
     @property
-    def num_ready(self) -> dict[int, int]:
-        """worker_id to how many of its rollouts wait for delivery; without those that have none."""
-        return dict(Counter(request.slot.worker_id for request in self.arrived))
+    def num_waiting(self) -> int:
+        """The number of rollouts that wait for delivery."""
+        return sum([len(self.among[state]) for state in WAITING])
 
-    def is_current(self, request: RolloutRequest) -> bool:
-        """Whether it was made after all requests were given up last."""
-        return request.epoch == self._epoch
+    @property
+    def num_left(self) -> int:
+        """The number of rollouts that are still to be requested in the run; it may be endless."""
+        if self._plan.num_frames is None:
+            return 1 << 60
+        return max(0, ceil((self._plan.num_frames - self.frames_asked) / self._plan.rollout_frames))
+
+    @property
+    def kept(self) -> list[RolloutRequest]:
+        """The rollouts that other trainers may still take."""
+        return [r for state in (_R.KEEPING, _R.KEPT, _R.REFERRED) for r in self.among[state]]
+
+    def waiting(self) -> Iterator[RolloutRequest]:
+        """The rollouts that wait for delivery, in no order."""
+        return chain(*[self.among[state] for state in WAITING])
+
+    def _become(self, request: RolloutRequest, state: RolloutState) -> None:
+        """Change where a rollout is; RuntimeError if it can't get there from where it is."""
+        slot, before = request.slot, request.state
+        if state not in _NEXT[before]:
+            raise RuntimeError(
+                f"rollout {request.number} of worker {slot.worker_id}, incarnation "
+                f"{slot.incarnation}: it is {before.value} and can't become {state.value}"
+            )
+        request.state = state
+        del self.among[before][request]
+        if state in _SETTLED:
+            slot.rollouts.remove(request)
+            self.num_open -= 1
+        else:
+            self.among[state][request] = None
+        self._slots.refresh(slot)
 
     # From the request to the rollout.
 
+    def begin_batch(self) -> None:
+        """The user asks for a batch."""
+        self.num_batches += 1
+        self.before_batch = self.num_requested
+
     def request(self, slot: WorkerSlot) -> RolloutRequest:
         """A worker's next rollout is requested."""
-        random = self._scheduler.frames_asked < self._plan.random_frames
+        random = self.frames_asked < self._plan.random_frames
         number, slot.num_requests = slot.num_requests, slot.num_requests + 1
-        version = slot.acknowledged
+        version = self._versions.acknowledged(slot.worker_id)
         wire_request = self._wire_form(version, random=random)
-        request = RolloutRequest(slot.worker_id, version, slot, number, self._epoch, wire_request)
-        self._scheduler.requested(request)
-        self._slots.begin_collecting(request)
-        slot.unsettled.add(number)
-        slot.open.add(request)
-        self._collecting[request] = None
-        self._scheduler.refresh(slot)
+        request = RolloutRequest(slot.worker_id, version, slot, number, self.epoch, wire_request)
+        self.frames_asked += self._plan.rollout_frames
+        self.num_requested += 1
+        self.num_open += 1
+        slot.last_request = self.num_requested
+        slot.rollouts.append(request)
+        self.among[request.state][request] = None
+        self._slots.refresh(slot)
+        if self._pacer is not None:
+            self._pacer.ask(request)
         return request
 
     def _wire_form(self, version: int, *, random: bool) -> CollectRequest:
@@ -146,231 +185,183 @@ class Requests:
         return last
 
     def preempt_all(self) -> None:
-        """End the rollouts that are still collected for this batch."""
-        for request in self._collecting:
-            request.become(RolloutState.PREEMPTED)
+        """End the rollouts that are still collected."""
+        for request in list(self.among[_R.COLLECTING]):
+            self._become(request, _R.PREEMPTED)
             self._commands(Preempt(request))
-        self._collecting.clear()
 
-    def offered(self, request: RolloutRequest, offer: Offer, now: int) -> bool:
-        """It lies on its worker; returns whether it waits for delivery now."""
-        slot, header = request.slot, offer.header
-        self._slots.end_collecting(slot)
-        self._collecting.pop(request, None)
-        if slot.state is SlotState.GONE:
-            self._commands(Decline(offer))  # it was given up when its worker was lost
-            return False
+    def offered(self, request: RolloutRequest, offer: Offer, now: int) -> None:
+        """It lies on its worker since ``now``, in nanoseconds."""
+        slot, header, before = request.slot, offer.header, request.state
+        if before is _R.GIVEN_UP:  # when its worker was lost
+            self._commands(Decline(offer))
+            return
         self._ledger.announce(
             slot.worker_id,
             slot.incarnation,
             header.sequence,
             header.num_frames,
             stepped=header.stepped,
-            lost=dict(header.lost) if header.lost else _NONE_LOST,
+            lost=dict(header.lost) if header.lost else {},
             env_faults=header.env_faults,
         )
         request.header, request.offer = header, offer
-        throughput = self._throughput.get(slot.worker_id)
-        if throughput is None:
-            throughput = self._throughput[slot.worker_id] = _Throughput()
-        throughput.num_rollouts += 1
-        took_s = (now - request.asked_at) / 1e9
-        throughput.mean_s += (took_s - throughput.mean_s) / throughput.num_rollouts
-        throughput.num_preempted += request.state is RolloutState.PREEMPTED
-        request.become(RolloutState.READY)
+        self._measure(request, (now - request.asked_at) / 1e9)
         lowest, _ = header.policy_version
-        self._scheduler.offered(request, lowest)
-        if not self.is_current(request):
-            self._give_up(request, "given_up")
-            return False
-        self.arrived.add(request)
-        if self._max_lag is not None:
-            self._unchecked.append(request)
-        self._scheduler.arrived(request)
-        return True
+        if self._pacer is not None:
+            self._pacer.arrived(request, lowest)
+        request.version = lowest
+        if before is _R.UNWANTED:
+            self.give_up(request, "given_up")
+            return
+        request.arrival = self._num_arrived
+        self._num_arrived += 1
+        self._become(request, _R.READY)
 
-    def env_failed(self, slot: WorkerSlot, env_faults: int) -> None:
-        """An env of a worker raised too often, after ``env_faults`` faults in all."""
-        self._ledger.env_failed(slot.worker_id, slot.incarnation, env_faults)
+    def _measure(self, request: RolloutRequest, took_s: float) -> None:
+        num, mean_s, num_preempted = self._throughput.get(request.worker_id, (0, 0.0, 0))
+        self._throughput[request.worker_id] = WorkerThroughput(
+            num + 1,
+            mean_s + (took_s - mean_s) / (num + 1),
+            num_preempted + (request.state is _R.PREEMPTED),
+        )
 
     def fetch(self, request: RolloutRequest) -> None:
-        """It is moved here, unless it is here, on its way or unreachable."""
-        if request.state is RolloutState.READY:
-            assert request.offer is not None
-            self.arrived.fetching(request)
-            self._commands(Fetch(request, request.offer))
+        """It is moved here."""
+        assert request.offer is not None
+        self._become(request, _R.FETCHING)
+        self._commands(Fetch(request, request.offer))
+        request.offer = None
 
     def fetched(self, request: RolloutRequest, tensors: Tensors) -> None:
         """It is here."""
-        if request not in self.arrived:
-            self._give_up(request, "given_up")  # as all requests of its time
-            return
-        self.arrived.here(request)
-        request.tensors, request.offer = tensors, None
-        if self._max_lag is not None:
-            self._unchecked.append(request)
-        self._scheduler.fetched(request)
-        self._settle(request)
+        if request.state is _R.UNWANTED:
+            self.give_up(request, "given_up")
+        elif request.state is _R.FETCHING:
+            request.tensors = tensors
+            self._become(request, _R.HERE)
 
     def not_fetched(self, request: RolloutRequest) -> None:
         """It can't be fetched; it is given up when its worker is lost."""
-        if request.slot.is_gone:
-            self._discard(request)
-            self._give_up(request, "worker_lost")
-        elif request in self.arrived:
-            self.arrived.unreachable(request)
-        else:
-            request.become(RolloutState.UNREACHABLE)
-
-    # The end of a request.
-
-    def deliver(self, request: RolloutRequest) -> None:
-        """The user gets it."""
-        self.arrived.remove(request)
-        self._delivered(request)
-
-    def deliver_all(self) -> list[RolloutRequest]:
-        """The user gets all that are here, which are all that arrived."""
-        requests = self.arrived.take_all()
-        for request in requests:
-            self._delivered(request)
-        return requests
-
-    def _delivered(self, request: RolloutRequest) -> None:
-        request.become(RolloutState.DELIVERED)
-        self._ledger.deliver(*origin(request.known_header))
-        self._scheduler.removed(request)
-
-    def may_deliver_again(self, request: RolloutRequest) -> bool:
-        """Whether one that was delivered, but did not reach the user, is still what it wants."""
-        max_lag = 0 if self._plan.sync else self._max_lag
-        lag = self._versions.lag(request.worker_id, request.version)
-        return self.is_current(request) and (max_lag is None or lag <= max_lag)
-
-    def take_back(self, request: RolloutRequest, cause: str) -> None:
-        """One that was delivered did not reach the user; it is lost by ``cause``."""
-        header = request.known_header
-        request.become(RolloutState.GIVEN_UP)
-        self._ledger.take_back(*origin(header), header.num_frames)
-        self._ledger.lose(*origin(header), cause)
-        self._scheduler.taken_back()
+        if request.state is _R.UNWANTED:
+            self.give_up(request, "given_up")
+        elif request.state is _R.FETCHING:
+            self._become(request, _R.UNREACHABLE)
+            if request.slot.is_gone:
+                self.give_up(request, "worker_lost")
 
     def keep(self, request: RolloutRequest, key: str, keep_s: float) -> None:
         """Its worker is to keep it for whichever trainer shows this key."""
         assert request.offer is not None
         request.key = key
-        self._discard(request)
-        request.become(RolloutState.KEEPING)
-        self.kept[request] = None
+        self._become(request, _R.KEEPING)
         self._commands(Decline(request.offer))
         self._commands(Keep(request, keep_s))
-        self._scheduler.refresh(request.slot)
+        request.offer = None
+
+    def kept_for_others(self, request: RolloutRequest, held: object) -> None:
+        """Its worker keeps it; another trainer fetches it by ``held``."""
+        request.held = held
+        self._become(request, _R.KEPT)
+
+    # The end of a request.
+
+    def deliver(self, request: RolloutRequest) -> None:
+        """The user gets it; of one that is kept for other trainers, the reference."""
+        if request.state is _R.KEPT:
+            self._become(request, _R.REFERRED)
+        else:
+            self._become(request, _R.DELIVERED)
+            self._ledger.deliver(*origin(request.known_header))
+        if self._pacer is not None:
+            self._pacer.delivered(request)
+        if self._plan.in_turn:
+            self._slots.take_turn(request.slot)
+            self._slots.refresh(request.slot)
+
+    def take_back(self, request: RolloutRequest, cause: str) -> None:
+        """One that was delivered did not reach the user; it is lost by ``cause``."""
+        header = request.known_header
+        request.state = _R.GIVEN_UP
+        self._ledger.take_back(*origin(header), header.num_frames)
+        self._ledger.lose(*origin(header), cause)
+        self.ask_again()
+
+    def ask_again(self) -> None:
+        """What the user got, or the reference to it, is lost: another one is to be collected."""
+        self.frames_asked -= self._plan.rollout_frames
 
     def keep_no_longer(self, request: RolloutRequest, cause: str | None) -> None:
         """Another trainer has it, or it is lost for ``cause``."""
-        del self.kept[request]
-        slot, header = request.slot, request.known_header
-        # Without a reference no trainer gets it, so that another one is to be collected.
-        counts = request.state is RolloutState.REFERRED
-        if cause is None:
-            request.become(RolloutState.DELIVERED)
-            self._ledger.deliver(*origin(header))
-        else:
-            request.become(RolloutState.GIVEN_UP)
+        if cause is not None:
+            self.give_up(request, cause)
+            return
+        self._become(request, _R.DELIVERED)
+        self._ledger.deliver(*origin(request.known_header))
+
+    def give_up(self, request: RolloutRequest, cause: str) -> None:
+        """Nobody gets it; the frames that are known of it are lost by ``cause``."""
+        was_referred = request.state is _R.REFERRED
+        self._become(request, _R.GIVEN_UP)
+        header = request.header
+        if header is not None:
             self._ledger.lose(*origin(header), cause)
-        if not counts:
-            self._scheduler.given_up(request, is_wanted=True)
-        slot.open.discard(request)
-        if cause != "worker_lost":  # else its memory can't be used again
-            slot.unsettled.discard(request.number)
-        self._scheduler.refresh(slot)
-        self.check_drained(slot)
-
-    def give_up_stale(self) -> bool:
-        """Give up what is too stale to be delivered; returns whether there was any."""
-        if self._max_lag is None:
-            return False
-        # Lags grow only when versions are sent.
-        unchecked, self._unchecked = self._unchecked, []
-        if self._checked_revision != self._versions.revision:
-            self._checked_revision = self._versions.revision
-            unchecked = self.arrived.first(len(self.arrived))
-        stale = [request for request in unchecked if self._is_stale(request, self._max_lag)]
-        for request in stale:
-            self.stale_frames[request.slot.worker_id] += request.known_header.num_frames
-            self._discard(request)
-            self._give_up(request, "stale")
-        return bool(stale)
-
-    def _is_stale(self, request: RolloutRequest, max_lag: int) -> bool:
-        # One that is being fetched is looked at again when it is here.
-        if request not in self.arrived or request.state is RolloutState.FETCHING:
-            return False
-        return self._versions.lag(request.worker_id, request.version) > max_lag
-
-    def give_up_all(self) -> None:
-        """Deliver nothing that was requested until now."""
-        self._epoch += 1
-        self._collecting.clear()
-        self._scheduler.given_up_all()
-        for request in self.arrived.first(len(self.arrived)):
-            self._discard(request)
-            # One that is being fetched is given up when it is here.
-            if request.state is not RolloutState.FETCHING:
-                self._give_up(request, "given_up")
-
-    def _give_up(self, request: RolloutRequest, cause: str) -> None:
-        request.become(RolloutState.GIVEN_UP)
-        if request.header is not None:
-            self._ledger.lose(*origin(request.header), cause)
+            if cause == "stale":
+                self.stale_frames[request.worker_id] += header.num_frames
         if request.offer is not None:
             self._commands(Decline(request.offer))
         request.offer = request.tensors = None
-        self._scheduler.given_up(request, is_wanted=self.is_current(request))
-        self._settle(request)
+        if was_referred:
+            return  # it was the user's
+        self.ask_again()
+        if self._pacer is not None:
+            self._pacer.given_up(request)
 
-    def _discard(self, request: RolloutRequest) -> None:
-        """It waits for delivery no longer, if it did."""
-        if request in self.arrived:
-            self.arrived.remove(request)
-            self._scheduler.removed(request)
+    def is_stale(self, request: RolloutRequest, max_lag: int) -> bool:
+        """Return True if it waits for delivery and lags more than ``max_lag``."""
+        # One that is being fetched is looked at again when it is here.
+        if request.state not in (_R.READY, _R.HERE, _R.UNREACHABLE):
+            return False
+        return self._versions.lag(request.worker_id, request.version) > max_lag
 
-    def _settle(self, request: RolloutRequest) -> None:
-        """It is here, or given up: the worker may write over its slab."""
-        slot = request.slot
-        slot.unsettled.discard(request.number)
-        slot.open.discard(request)
-        self._scheduler.refresh(slot)
-        if slot.state is SlotState.LEAVING:
-            self.check_drained(slot)
+    def give_up_stale(self, max_lag: int) -> None:
+        """Give up what lags more than that."""
+        for request in list(self.waiting()):
+            if self.is_stale(request, max_lag):
+                self.give_up(request, "stale")
+
+    def give_up_all(self) -> None:
+        """Deliver nothing that was requested until now."""
+        self.epoch += 1
+        for state in (_R.COLLECTING, _R.PREEMPTED, _R.FETCHING):
+            for request in list(self.among[state]):
+                self._become(request, _R.UNWANTED)
+        for request in list(self.waiting()):
+            self.give_up(request, "given_up")
 
     # The end of a worker.
-
-    def check_drained(self, slot: WorkerSlot) -> None:
-        """If a worker that is to leave owes nothing any more, say so, once."""
-        if slot.state is SlotState.LEAVING and not slot.owes_rollouts:
-            slot.become(SlotState.DRAINED)
-            self._commands(ReportDrained(slot))
 
     def vacate(self, slot: WorkerSlot) -> None:
         """A worker is gone, and with it what is neither here nor on its way here."""
         self._note_unknown(slot)
-        for request in sorted(slot.open, key=lambda request: request.number):
-            if request.state is RolloutState.FETCHING or request in self.kept:
-                continue  # its answer will fail, or arrive
-            self._collecting.pop(request, None)
-            self._discard(request)
-            self._give_up(request, "worker_lost")
+        for request in list(slot.rollouts):
+            # Of those on their way, or kept, an answer will come, or fail.
+            if request.header is None or request.state in (_R.READY, _R.UNREACHABLE):
+                self.give_up(request, "worker_lost")
 
     def _note_unknown(self, slot: WorkerSlot) -> None:
         """Count the frames that a worker may have stepped without a header that says so."""
-        unknown = sum(request.header is None for request in slot.open)
-        self._unaccounted[slot.worker_id, slot.incarnation] = unknown * self._plan.rollout_frames
+        unknown = self._plan.rollout_frames if slot.is_collecting else 0
+        self._unaccounted[slot.worker_id, slot.incarnation] = unknown
 
     def account(self, worker_id: int, incarnation: int, cause: str, stepped: int | None) -> None:
         """Settle the frames of a process that is gone."""
         at_most = self._unaccounted.pop((worker_id, incarnation), 0)
         self._ledger.end(worker_id, incarnation, cause, stepped=stepped, at_most=at_most)
+
+    def env_failed(self, slot: WorkerSlot, env_faults: int) -> None:
+        """An env of a worker raised too often, after ``env_faults`` faults in all."""
+        self._ledger.env_failed(slot.worker_id, slot.incarnation, env_faults)
 
     def close(self) -> None:
         """Deliver nothing more; answers of workers are ignored from now on."""
@@ -378,7 +369,29 @@ class Requests:
         self._ledger.lose_waiting("shut_down")
         for slot in self._slots:
             self._note_unknown(slot)
-        self.arrived.take_all()
+            slot.rollouts.clear()
+        for requests in self.among.values():
+            requests.clear()
+
+    # What is known.
+
+    def ledger_without(self, on_their_way: Iterable[RolloutRequest]) -> LedgerReport:
+        """Where all frames went, if the user does not have these delivered rollouts yet."""
+        return self._ledger.report(
+            (request.slot.worker_id, request.known_header.num_frames)
+            for request in on_their_way
+            if request.state is _R.DELIVERED
+        )
+
+    @property
+    def paces(self) -> dict[int, WorkerThroughput]:
+        """How fast each worker is, by worker_id."""
+        return dict(sorted(self._throughput.items()))
+
+    @property
+    def num_ready(self) -> dict[int, int]:
+        """worker_id to how many of its rollouts wait for delivery; without those that have none."""
+        return dict(Counter(request.worker_id for request in self.waiting()))
 
 
 def origin(header: Header) -> tuple[int, int, int]:

@@ -7,13 +7,13 @@ calls may overtake each other on their way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from distcollect.errors import WorkerLost
 from distcollect.pool.pool_commands import Command, SetUp
-from distcollect.pool.worker_slots import SlotState, WorkerSlot
+from distcollect.pool.worker_slots import SlotState, WorkerSlot, WorkerSlots
 
 # From a worker's process to the arguments of a setup call for it.
 SetupArguments: TypeAlias = Callable[[WorkerSlot], Sequence[Any]]
@@ -45,22 +45,26 @@ class SetupCalls:
         num_begun: how many there were.
     """
 
-    def __init__(self, commands: Callable[[Command], None]) -> None:
-        """Start without any; ``commands`` is called with each command."""
+    def __init__(self, slots: WorkerSlots, commands: Callable[[Command], None]) -> None:
+        """Start without any.
+
+        Args:
+            slots: the workers.
+            commands: called with each command.
+        """
         self.num_begun = 0
+        self._slots = slots
         self._commands = commands
         self._newest: dict[Callable[..., Any], SetupCall] = {}
 
-    def begin(
-        self, method: Callable[..., Any], arguments: SetupArguments, slots: Iterable[WorkerSlot]
-    ) -> SetupCall:
-        """Call ``method`` of these workers, and of those that join later.
+    def begin(self, method: Callable[..., Any], arguments: SetupArguments) -> SetupCall:
+        """Call ``method`` of all workers, and of those that join later.
 
         Raises:
             Exception: what ``arguments`` raises; then nothing has changed.
         """
         call = SetupCall(method, arguments, self._newest.get(method))
-        owed = [(slot, arguments(slot)) for slot in slots if slot.is_staying]
+        owed = [(slot, arguments(slot)) for slot in self._slots if slot.is_staying]
         self._newest[method] = call
         self.num_begun += 1
         for slot, values in owed:
@@ -69,7 +73,7 @@ class SetupCalls:
             call.late.add(slot)
             slot.setup_calls[method] = call, values
             if slot.state is SlotState.SERVING:
-                slot.become(SlotState.SETTING_UP)
+                self._slots.become(slot, SlotState.SETTING_UP)
             self.go_on(slot)
         return call
 
@@ -81,10 +85,10 @@ class SetupCalls:
 
     def go_on(self, slot: WorkerSlot) -> None:
         """Send the worker's next call, if it may get it now; after the last one it serves."""
-        if slot.state is not SlotState.SETTING_UP or slot.setup_call or slot.collecting:
+        if slot.state is not SlotState.SETTING_UP or slot.setup_call or slot.is_collecting:
             return
         if not slot.setup_calls:
-            slot.become(SlotState.SERVING)
+            self._slots.become(slot, SlotState.SERVING)
             return
         method = next(iter(slot.setup_calls))
         slot.setup_call, values = slot.setup_calls.pop(method)

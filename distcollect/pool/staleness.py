@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 # Bounds on lag are small: no lag that matters is larger.
@@ -24,11 +24,13 @@ class SentVersions:
     """Which versions were sent to which slot.
 
     Attributes:
-        revision: grows with each change.
+        acknowledged: gives the newest version that the process in a slot has acknowledged.
+        generation: grows with each publication.
     """
 
-    def __init__(self) -> None:
-        self.revision = 0
+    def __init__(self, acknowledged: Callable[[int], int] = lambda _: 0) -> None:
+        self.acknowledged = acknowledged
+        self.generation = 0
         self._sent: dict[int, list[int]] = {}
 
     def publish(self, version: int, worker_ids: Iterable[int]) -> None:
@@ -45,7 +47,7 @@ class SentVersions:
             if version < newest:
                 raise ValueError(f"worker {worker_id}: version {version} comes after {newest}")
             if version > newest:
-                self.revision += 1
+                self.generation += 1
                 sent.append(version)
                 del sent[:-_VERSIONS_KEPT]
 
@@ -53,6 +55,10 @@ class SentVersions:
         """The newest version sent to this slot; 0 if none was."""
         sent = self._sent.get(worker_id)
         return sent[-1] if sent else 0
+
+    def is_up_to_date(self, worker_id: int) -> bool:
+        """Return True if the process in this slot has the newest weights sent to it."""
+        return self.acknowledged(worker_id) >= self.newest(worker_id)
 
     def lag(self, worker_id: int, version: int) -> int:
         """How many versions newer than ``version`` were sent to this slot; at most 4096."""
@@ -98,11 +104,11 @@ class Pacer:
             max_policy_lag: the highest lag, in versions, of any frame when it is delivered; >= 0.
             versions: what is sent; the caller records publications there.
         """
-        self._max_policy_lag = max_policy_lag
+        self.max_policy_lag = max_policy_lag
         self._versions = versions
         self._tickets: dict[StalenessTicket, int] = {}  # and the slack that was counted for each
         self._num_by_slack: dict[int, int] = {}  # without the tickets that are too stale
-        self._revision = 0  # of the versions by which slacks were counted
+        self._generation = 0  # of the versions by which slacks were counted
         self._bursts: deque[int] = deque(maxlen=_HABIT)
         self._gaps: deque[int] = deque(maxlen=_HABIT)
         self._burst = 1
@@ -187,9 +193,15 @@ class Pacer:
         self._num_by_slack[slack] += 1
         return may
 
+    @property
+    def lowest_slack(self) -> int:
+        """The least slack of all tickets that are not too stale; 0 if there are none."""
+        self._count()
+        return min(self._num_by_slack, default=0)
+
     def slack(self, worker_id: int, version: int) -> int:
         """How many more publications to this slot a frame of this version can take."""
-        return self._max_policy_lag - self._versions.lag(worker_id, version)
+        return self.max_policy_lag - self._versions.lag(worker_id, version)
 
     def _add(self, ticket: StalenessTicket) -> None:
         slack = self.slack(ticket.worker_id, ticket.version)
@@ -208,9 +220,9 @@ class Pacer:
 
     def _count(self) -> None:
         """Count the slacks again if versions were sent since; otherwise they have not changed."""
-        if self._revision == self._versions.revision:
+        if self._generation == self._versions.generation:
             return
-        self._revision = self._versions.revision
+        self._generation = self._versions.generation
         tickets, self._tickets = self._tickets, {}
         self._num_by_slack.clear()
         for ticket in tickets:
@@ -221,8 +233,8 @@ class Pacer:
 
         It is the bound plus 1 if none does.
         """
-        none = self._max_policy_lag + 1
-        if self._max_policy_lag < self._publications_within(sum(self._num_by_slack.values())):
+        none = self.max_policy_lag + 1
+        if self.max_policy_lag < self._publications_within(sum(self._num_by_slack.values())):
             return none  # not even one that is delivered after all others
         least = before = 0
         up_to = dict.fromkeys(range(none), 0)  # how many tickets have at most this slack

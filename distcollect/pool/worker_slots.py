@@ -5,12 +5,14 @@ Pure: no clock, no thread, no socket.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from bisect import bisect_left, insort
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from distcollect.pool.staleness import SentVersions, StalenessTicket
+from distcollect.pool.staleness import StalenessTicket
 from distcollect.rollout.header import Header, Rollout
 from distcollect.rollout.layout import Tensors
 from distcollect.transport.protocol import NUM_SLABS, CollectRequest, Offer
@@ -80,7 +82,7 @@ class SlotState(Enum):
 
 
 class RolloutState(Enum):
-    """What has become of a rollout that was requested.
+    """Where a rollout that was requested is.
 
     Attributes:
         COLLECTING: its worker collects it.
@@ -92,6 +94,7 @@ class RolloutState(Enum):
         KEEPING: its worker was told to keep it for another trainer.
         KEPT: its worker keeps it for another trainer.
         REFERRED: the same, and the user has the reference to it.
+        UNWANTED: it is being collected or on its way to the trainer, but nobody will get it.
         DELIVERED: the user, or another trainer, has it.
         GIVEN_UP: nobody gets it.
     """
@@ -105,32 +108,20 @@ class RolloutState(Enum):
     KEEPING = "keeping"
     KEPT = "kept"
     REFERRED = "referred"
+    UNWANTED = "unwanted"
     DELIVERED = "delivered"
     GIVEN_UP = "given up"
 
     __hash__ = object.__hash__  # Enum's own takes four times as long
 
 
-_S, _R = SlotState, RolloutState
+_S = SlotState
 _SLOT_TRANSITIONS: dict[SlotState, set[SlotState]] = {
     _S.SETTING_UP: {_S.SERVING, _S.LEAVING, _S.GONE},
     _S.SERVING: {_S.SETTING_UP, _S.LEAVING, _S.GONE},
     _S.LEAVING: {_S.DRAINED, _S.GONE},
     _S.DRAINED: {_S.GONE},
     _S.GONE: set(),
-}
-_ROLLOUT_TRANSITIONS: dict[RolloutState, set[RolloutState]] = {
-    _R.COLLECTING: {_R.PREEMPTED, _R.READY, _R.GIVEN_UP},
-    _R.PREEMPTED: {_R.READY, _R.GIVEN_UP},
-    _R.READY: {_R.FETCHING, _R.KEEPING, _R.GIVEN_UP},
-    _R.FETCHING: {_R.HERE, _R.UNREACHABLE, _R.GIVEN_UP},
-    _R.UNREACHABLE: {_R.GIVEN_UP},
-    _R.HERE: {_R.DELIVERED, _R.GIVEN_UP},
-    _R.KEEPING: {_R.KEPT, _R.GIVEN_UP},
-    _R.KEPT: {_R.REFERRED, _R.DELIVERED, _R.GIVEN_UP},
-    _R.REFERRED: {_R.DELIVERED, _R.GIVEN_UP},
-    _R.DELIVERED: {_R.GIVEN_UP},  # if an exception kept it from reaching the user
-    _R.GIVEN_UP: set(),
 }
 
 
@@ -139,87 +130,72 @@ class WorkerSlot:
     """What the pool knows of a worker's process.
 
     Its n-th rollout lies in slab n modulo NUM_SLABS, so the next one may be requested as soon as
-    the one before the last is settled, whatever has become of the last.
+    the one before the last was read or given up, whatever has become of the last.
 
     Attributes:
         worker_id: its slot.
         incarnation: which process in that slot.
         peer: the process's id on the wire.
-        joined: how many processes joined before it.
         is_reserved: it collects no rollouts.
-        acknowledged: the newest policy_version that it has acknowledged.
-        is_up_to_date: that is the newest version that was sent to it.
+        failed: it failed at what it was asked for, and is lost or will be.
         setup_call: the setup call that it has to answer.
         setup_calls: by method, those that it gets after that one, with their arguments.
-        collecting: the request that it works on.
         num_requests: rollouts requested from it.
-        unsettled: numbers of the requests whose slab is still to be read.
-        open: requests whose rollout is neither on the trainer nor given up.
-        arrived: requests whose rollout waits for delivery, in the order of their arrival.
-        batch: number of the last sync batch that it collects for.
-        last_request: number of its last request among those of the pool.
+        rollouts: of these, in their order, those that are neither delivered nor given up.
+        last_request: number of its last request among those of the pool, from 1.
         turn: with ``in_turn``, how many rollouts it has delivered.
     """
 
     worker_id: int
     incarnation: int
     peer: int
-    joined: int = 0
     is_reserved: bool = False
-    acknowledged: int = 0
-    is_up_to_date: bool = True
+    failed: bool = False
     state: SlotState = SlotState.SETTING_UP
     setup_call: SetupCall | None = None
     setup_calls: dict[Callable[..., Any], tuple[SetupCall, Sequence[Any]]] = field(
         default_factory=dict
     )
-    collecting: RolloutRequest | None = None
     num_requests: int = 0
-    unsettled: set[int] = field(default_factory=set)
-    open: set[RolloutRequest] = field(default_factory=set)
-    arrived: list[RolloutRequest] = field(default_factory=list)
-    batch: int = -1
+    rollouts: list[RolloutRequest] = field(default_factory=list)
     last_request: int = 0
     turn: int = 0
 
-    def become(self, state: SlotState) -> None:
-        """Change the state; RuntimeError if that is not possible from the present one."""
-        if state not in _SLOT_TRANSITIONS[self.state]:
-            raise RuntimeError(
-                f"worker {self.worker_id}, incarnation {self.incarnation}: it is "
-                f"{self.state.value} and can't become {state.value}"
-            )
-        self.state = state
-
     @property
     def is_gone(self) -> bool:
-        """Whether its process answers nothing more."""
+        """Return True if its process answers nothing more."""
         return self.state is SlotState.GONE
 
     @property
     def is_staying(self) -> bool:
-        """Whether it is there and was not told to leave."""
+        """Return True if it is there and was not told to leave."""
         return self.state in (SlotState.SETTING_UP, SlotState.SERVING)
 
     @property
     def may_be_asked(self) -> bool:
-        """Whether rollouts may be requested from it at all."""
-        return self.state is SlotState.SERVING and not self.is_reserved
+        """Return True if rollouts may be requested from it at all."""
+        return self.state is SlotState.SERVING and not (self.is_reserved or self.failed)
+
+    @property
+    def is_collecting(self) -> bool:
+        """Return True if it works on a rollout, its last."""
+        return bool(self.rollouts) and self.rollouts[-1].header is None
 
     @property
     def has_a_slab(self) -> bool:
-        """Whether there is memory for one more rollout."""
-        return self.num_requests - NUM_SLABS not in self.unsettled
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether it collects nothing, and none of its rollouts waits for delivery."""
-        return not (self.unsettled or self.arrived)
+        """Return True if there is memory for one more rollout."""
+        oldest = self.num_requests - NUM_SLABS
+        return all(r.number > oldest or r.state is RolloutState.HERE for r in self.rollouts)
 
     @property
     def owes_rollouts(self) -> bool:
-        """Whether it collects a rollout, or has one whose memory is still to be read."""
-        return self.collecting is not None or bool(self.unsettled)
+        """Return True if it collects a rollout, or has one whose memory is still to be read."""
+        return any(r.state is not RolloutState.HERE for r in self.rollouts)
+
+    @property
+    def oldest_waiting(self) -> RolloutRequest | None:
+        """The first of its rollouts that wait for delivery; None: there is none."""
+        return next((r for r in self.rollouts if r.state in WAITING), None)
 
 
 @dataclass(eq=False, slots=True)
@@ -232,7 +208,7 @@ class RolloutRequest(StalenessTicket):
         epoch: how often all requests had been given up before this one.
         wire_request: what is sent to the worker.
         asked_at: when that was, in nanoseconds.
-        header: once it lies on its worker.
+        header: once the worker has collected it.
         offer: while it lies on its worker.
         tensors: while it is on the trainer and not the user's.
         arrival: how many rollouts arrived before it; -1 until it does.
@@ -265,14 +241,14 @@ class RolloutRequest(StalenessTicket):
         assert self.header is not None
         return self.header
 
-    def become(self, state: RolloutState) -> None:
-        """Change the state; RuntimeError if that is not possible from the present one."""
-        if state not in _ROLLOUT_TRANSITIONS[self.state]:
-            raise RuntimeError(
-                f"rollout {self.number} of worker {self.slot.worker_id}, incarnation "
-                f"{self.slot.incarnation}: it is {self.state.value} and can't become {state.value}"
-            )
-        self.state = state
+
+# The states of the rollouts that wait for delivery.
+WAITING = (
+    RolloutState.READY,
+    RolloutState.FETCHING,
+    RolloutState.UNREACHABLE,
+    RolloutState.HERE,
+)
 
 
 class WorkerSlots:
@@ -280,22 +256,22 @@ class WorkerSlots:
 
     Attributes:
         coming: worker_ids whose next process is on its way.
-        num_coming: of these, how many will collect.
-        num_able: processes that are there and collect, or will.
-        num_collecting: processes that work on a rollout now.
-        behind: processes that collect and don't have the newest weights sent to them.
+        leaving: processes that were told to leave, and still owe something.
+        idle: processes from which a rollout may be requested, in the order in which they became so.
+        may_ask: decides that of a process.
+        line: the processes that collect, or will, by their turn and worker_id, which come first in
+            each entry.
     """
 
-    def __init__(self, versions: SentVersions, reserved: frozenset[int] = frozenset()) -> None:
+    def __init__(self, reserved: frozenset[int] = frozenset()) -> None:
         """Start empty; the workers ``reserved`` collect nothing."""
         self.coming: set[int] = set()
-        self.num_coming = 0
-        self.num_able = 0
-        self.num_collecting = 0
-        self.behind: set[WorkerSlot] = set()
-        self._versions = versions
+        self.leaving: dict[WorkerSlot, None] = {}
+        # Not a plain dict: finding the first key of that takes time when many were removed.
+        self.idle: OrderedDict[WorkerSlot, None] = OrderedDict()
+        self.may_ask: Callable[[WorkerSlot], bool] = lambda slot: slot.may_be_asked
+        self.line: list[tuple[int, int, WorkerSlot]] = []
         self._reserved = reserved
-        self._num_joined = 0
         self._present: dict[int, WorkerSlot] = {}
         self._worker_ids: tuple[int, ...] | None = ()
 
@@ -304,7 +280,7 @@ class WorkerSlots:
         return iter(self._present.values())
 
     def __contains__(self, worker_id: int) -> bool:
-        """Whether a process is in this slot, or on its way to it."""
+        """Return True if a process is in this slot, or on its way to it."""
         return worker_id in self._present or worker_id in self.coming
 
     def get(self, worker_id: int) -> WorkerSlot | None:
@@ -316,65 +292,64 @@ class WorkerSlots:
         slot = self._present.get(worker_id)
         return slot if slot is not None and slot.incarnation == incarnation else None
 
-    def add(self, worker_id: int, incarnation: int, peer: int, acknowledged: int) -> WorkerSlot:
-        """A process has joined, with the weights of version ``acknowledged``."""
-        self._set_coming(worker_id, is_coming=False)
-        slot = WorkerSlot(
-            worker_id, incarnation, peer, self._num_joined, worker_id in self._reserved
-        )
-        self._num_joined += 1
+    def add(self, worker_id: int, incarnation: int, peer: int) -> WorkerSlot:
+        """A process has joined."""
+        self.coming.discard(worker_id)
+        is_reserved = worker_id in self._reserved
+        slot = WorkerSlot(worker_id, incarnation, peer, is_reserved)
         self._present[worker_id] = slot
-        self.num_able += not slot.is_reserved
         self._worker_ids = None
-        self.acknowledge(slot, acknowledged)
+        if not is_reserved:
+            # It starts level with the worker that has delivered least.
+            slot.turn = self.line[0][0] if self.line else 0
+            insort(self.line, (slot.turn, worker_id, slot))
         return slot
 
     def remove(self, worker_id: int, incarnation: int, *, replaced: bool) -> WorkerSlot | None:
         """A process is gone; ``replaced``: another one is on its way. None if it wasn't there."""
         self._worker_ids = None
-        self._set_coming(worker_id, is_coming=replaced)
+        if replaced:
+            self.coming.add(worker_id)
+        else:
+            self.coming.discard(worker_id)
         slot = self.find(worker_id, incarnation)
         if slot is not None:
             del self._present[worker_id]
-            slot.become(SlotState.GONE)
-            self.num_able -= not slot.is_reserved
-            self.behind.discard(slot)
-            self.num_collecting -= slot.collecting is not None
+            self._leave_line(slot)
+            self.become(slot, SlotState.GONE)
         return slot
 
-    def _set_coming(self, worker_id: int, *, is_coming: bool) -> None:
-        if is_coming == (worker_id in self.coming):
-            return
-        if is_coming:
-            self.coming.add(worker_id)
+    def become(self, slot: WorkerSlot, state: SlotState) -> None:
+        """Change a process's state; RuntimeError if that is not possible from the present one."""
+        if state not in _SLOT_TRANSITIONS[slot.state]:
+            raise RuntimeError(
+                f"worker {slot.worker_id}, incarnation {slot.incarnation}: it is "
+                f"{slot.state.value} and can't become {state.value}"
+            )
+        slot.state = state
+        if state is SlotState.LEAVING:
+            self.leaving[slot] = None
         else:
-            self.coming.remove(worker_id)
-        if worker_id not in self._reserved:
-            self.num_coming += 1 if is_coming else -1
+            self.leaving.pop(slot, None)
+        self.refresh(slot)
 
-    def acknowledge(self, slot: WorkerSlot, version: int) -> None:
-        """A process has the weights of this version."""
-        slot.acknowledged = version
-        self.compare_versions(slot)
-
-    def compare_versions(self, slot: WorkerSlot) -> None:
-        """Note whether a process has the newest weights sent to it; that may have changed."""
-        slot.is_up_to_date = slot.acknowledged >= self._versions.newest(slot.worker_id)
-        if slot.is_up_to_date or slot.is_reserved:
-            self.behind.discard(slot)
+    def refresh(self, slot: WorkerSlot) -> None:
+        """Look again whether a process is idle: something changed that may decide it."""
+        if self.may_ask(slot):
+            self.idle[slot] = None
         else:
-            self.behind.add(slot)
+            self.idle.pop(slot, None)
 
-    def begin_collecting(self, request: RolloutRequest) -> None:
-        """A process works on this request from now on."""
-        request.slot.collecting = request
-        self.num_collecting += 1
-
-    def end_collecting(self, slot: WorkerSlot) -> None:
-        """A process works on no request any more."""
-        slot.collecting = None
+    def take_turn(self, slot: WorkerSlot) -> None:
+        """A process has delivered: all others come before it."""
         if not slot.is_gone:
-            self.num_collecting -= 1
+            self._leave_line(slot)
+            slot.turn += 1
+            insort(self.line, (slot.turn, slot.worker_id, slot))
+
+    def _leave_line(self, slot: WorkerSlot) -> None:
+        if not slot.is_reserved:
+            del self.line[bisect_left(self.line, (slot.turn, slot.worker_id))]
 
     @property
     def worker_ids(self) -> tuple[int, ...]:
@@ -384,12 +359,16 @@ class WorkerSlots:
         return self._worker_ids
 
     @property
-    def some_collect_or_will(self) -> bool:
-        """Whether there is a process that collects and stays, or one is on its way."""
-        staying = (slot.is_staying and not slot.is_reserved for slot in self)
-        return self.num_coming > 0 or any(staying)
+    def num_coming(self) -> int:
+        """The number of processes on their way that will collect."""
+        return len(self.coming - self._reserved)
 
     @property
-    def able(self) -> Iterable[WorkerSlot]:
+    def some_collect_or_will(self) -> bool:
+        """Return True if there is a process that collects and stays, or one is on its way."""
+        return self.num_coming > 0 or any(slot.is_staying for slot in self.able)
+
+    @property
+    def able(self) -> Iterator[WorkerSlot]:
         """The processes that are there and collect, or will."""
-        return (slot for slot in self._present.values() if not slot.is_reserved)
+        return (slot for _, _, slot in self.line)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import sys
 import threading
@@ -19,7 +18,7 @@ from distcollect.config import Staleness
 from distcollect.errors import BatchTimeout
 from distcollect.pool.pool import Pool
 from distcollect.pool.worker_slots import BatchPlan
-from distcollect.rollout.header import Header, Rollout
+from distcollect.rollout.header import Header
 from distcollect.rollout.layout import Tensors
 from distcollect.transport.protocol import CollectRequest
 from distcollect.weights.push_handle import PushHandle, PushRecord
@@ -54,6 +53,7 @@ class Transport:
 
     def __init__(self) -> None:
         self.requests: list[tuple[int, Future[Offer]]] = []
+        self.offers: list[Offer] = []
         self.counts: dict[int, int] = {}
         self.versions: dict[int, int] = {}
         self.at_once = False
@@ -74,6 +74,7 @@ class Transport:
         stepped = (sequence + 1) * FRAMES
         header = Header(peer, 0, sequence, FRAMES, FRAMES, 0, (version, version), stepped=stepped)
         offer = Offer(header)
+        self.offers.append(offer)
         answer.set_result(offer)
         return offer
 
@@ -222,7 +223,7 @@ def test_a_thread_that_posts_an_event_does_not_wait_while_another_handles_some()
 def test_the_users_thread_wakes_once_for_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Though the batch comes long after the pool's thread has handled the request for it."""
     pool, transport, _ = make(sync=False)
-    for module in ("common.replies", "trainer.deliveries", "trainer.event_loop"):
+    for module in ("common.replies", "pool.deliveries", "pool.event_loop"):
         monkeypatch.setattr(f"distcollect.{module}.WAKEUP_INTERVAL_S", 60)
     user, waits, wait = threading.get_ident(), [], Wakeup.wait
 
@@ -334,19 +335,12 @@ def test_several_stale_rollouts_are_given_up_at_once() -> None:
     assert sum(pool.stale_frames.values()) == 3 * FRAMES
     for offer in offers[:2]:
         offer.arrive()
-    assert _next(pool).header.policy_version == (2, 2)
+    ask(pool)
+    for offer in transport.offers:
+        if offer.fetched and not offer.fetched.done():
+            offer.arrive()
+    assert taken(pool, 5)[0].header.policy_version == (2, 2)
     assert sum(pool.stale_frames.values()) == 5 * FRAMES
-
-
-def _next(pool: Pool) -> Rollout:
-    for _ in range(5):
-        for request in list(pool._core.requests.arrived):
-            offer = request.offer
-            if isinstance(offer, Offer) and offer.fetched and not offer.fetched.done():
-                offer.arrive()
-        with contextlib.suppress(BatchTimeout):
-            return taken(pool, 0.01)[0]
-    raise AssertionError("no rollout is delivered")
 
 
 def test_versions_reach_the_sender_in_their_order() -> None:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from helpers.core_play import SYNC, Play
 
 from distcollect.errors import WorkerError
-from distcollect.pool.pool_commands import Command, SetUp
-from distcollect.pool.setup_calls import SetupCalls
-from distcollect.pool.staleness import SentVersions
-from distcollect.pool.worker_slots import SlotState, WorkerSlot, WorkerSlots
+from distcollect.pool.worker_slots import SlotState, WorkerSlot
 
 
 def seed(*_: Any) -> None: ...
@@ -19,53 +17,50 @@ def seed(*_: Any) -> None: ...
 def resume(*_: Any) -> None: ...
 
 
-class Calls:
-    """Setup calls of two workers, and the commands that they give."""
-
-    def __init__(self) -> None:
-        self.sent: list[tuple[int, str, Any]] = []
-        self.calls = SetupCalls(self.execute)
-        self.slots = WorkerSlots(SentVersions())
-        for worker_id in range(2):
-            self.join(worker_id)
-
-    def execute(self, command: Command) -> None:
-        assert isinstance(command, SetUp)
-        self.sent.append((command.slot.worker_id, command.method.__name__, *command.args))
-
-    def join(self, worker_id: int) -> WorkerSlot:
-        slot = self.slots.add(worker_id, 0, worker_id, 0)
-        self.calls.joined(slot)
-        return slot
-
-    def take(self) -> list[tuple[int, str, Any]]:
-        taken, self.sent = self.sent, []
-        return taken
+def answer(play: Play, worker_id: int, error: Exception | None = None) -> None:
+    slot = play.slot_of[worker_id]
+    if error is None:
+        play.core.set_up(slot)
+    else:
+        play.core.not_set_up(slot, error)
+    play.execute()
 
 
 def test_a_worker_gets_one_call_after_the_other_and_the_newest_of_each_method() -> None:
     """Calls may overtake each other on their way."""
-    world = Calls()
-    first, second = world.slots
+    play = Play(SYNC, 2)
     calls = [
-        world.calls.begin(method, lambda slot, i=i: (i,), world.slots)
+        play.core.setup_call_begun(method, lambda _, i=i: (i,))
         for i, method in enumerate([seed, resume, seed, seed])
     ]
-    assert world.take() == [(0, "seed", 0), (1, "seed", 0)]
+    assert play.take(play.called) == [(0, "seed", 0), (1, "seed", 0)]
     assert [len(call.late) for call in calls] == [2, 2, 0, 2]
-    for slot in (first, second):
-        assert slot.state is SlotState.SETTING_UP
-        answers = [world.calls.answered(slot) for _ in range(3)]
-        assert answers == [slot is second] * 3
-        assert slot.state is SlotState.SERVING
-    assert world.take()[-2:] == [(1, "resume", 1), (1, "seed", 3)]
-    joined = world.join(2)
-    world.calls.answered(joined)
-    assert sorted(world.take()) == [(2, "resume", 1), (2, "seed", 3)]
+    play.want()
+    for worker_id in (0, 1):
+        for _ in range(3):
+            assert worker_id not in play.asked
+            answer(play, worker_id)
+        left = 1 - worker_id
+        assert [len(call.late) for call in calls] == [left, left, 0, left]
+    assert play.asked == [0, 1]
+    assert play.take(play.called)[-2:] == [(1, "resume", 1), (1, "seed", 3)]
+    play.join(2)
+    answer(play, 2)
+    assert sorted(play.take(play.called)) == [(2, "resume", 1), (2, "seed", 3)]
+
+
+def test_a_worker_gets_the_call_when_its_rollout_is_over() -> None:
+    play = Play(SYNC, 1)
+    play.want()
+    play.core.setup_call_begun(seed, lambda _: (1,))
+    play.execute()
+    assert (play.preempted, play.called) == ([0], [])
+    assert play.finish(0).declined, "it is from before the call"
+    assert play.called == [(0, "seed", 1)]
 
 
 def test_arguments_that_can_not_be_made_change_nothing() -> None:
-    world = Calls()
+    play = Play(SYNC, 2)
 
     def arguments(slot: WorkerSlot) -> tuple[int]:
         if slot.worker_id == 1:
@@ -73,35 +68,37 @@ def test_arguments_that_can_not_be_made_change_nothing() -> None:
         return (0,)
 
     with pytest.raises(ValueError, match="no such seed"):
-        world.calls.begin(seed, arguments, world.slots)
-    world.join(2)
-    assert world.take() == []
-    assert {slot.state for slot in world.slots} == {SlotState.SERVING}
+        play.core.setup_call_begun(seed, arguments)
+    play.join(2)
+    assert play.called == []
+    assert {slot.state for slot in play.core.slots} == {SlotState.SERVING}
 
 
 @pytest.mark.parametrize("before", [False, True])
 def test_workers_that_join_do_not_get_a_call_that_failed(before: bool) -> None:
-    world = Calls()
-    first, second = world.slots
+    play = Play(SYNC, 2)
     if before:
-        world.calls.begin(seed, lambda _: ("before",), world.slots)
-        world.calls.answered(first)
-        world.calls.answered(second)
-    call = world.calls.begin(seed, lambda _: ("bad",), world.slots)
-    world.take()
+        play.core.setup_call_begun(seed, lambda _: ("before",))
+        play.execute()
+        answer(play, 0)
+        answer(play, 1)
+    call = play.core.setup_call_begun(seed, lambda _: ("bad",))
+    play.take(play.called)
     error = WorkerError("no such seed")
-    assert not world.calls.answered(first, error)
-    assert world.calls.answered(second)
-    assert call.errors == [error]
-    world.join(2)
-    assert world.take() == ([(2, "seed", "before")] if before else [])
+    answer(play, 0, error)
+    assert call.late
+    answer(play, 1)
+    assert (call.late, call.errors) == (set(), [error])
+    play.join(2)
+    assert play.take(play.called) == ([(2, "seed", "before")] if before else [])
 
 
 def test_who_is_gone_or_leaves_is_not_awaited() -> None:
-    world = Calls()
-    first, second = world.slots
-    call = world.calls.begin(seed, lambda _: (1,), world.slots)
-    assert not world.calls.gone(first)
-    assert world.calls.gone(second)
+    play = Play(SYNC, 2)
+    call = play.core.setup_call_begun(seed, lambda _: (1,))
+    play.lose(0, replaced=True)
+    assert call.late
+    play.leave(1)
     assert not call.late
-    assert not world.calls.answered(first)
+    answer(play, 0)
+    assert not call.late
