@@ -110,7 +110,7 @@ class TestWhatTravels:
         collector = collect(weight_sync=dc.WeightSync(changes_only=True))
         policy = Telling()
         collector.update_policy_weights_(policy.fill(1))
-        weights = collector._session.workers.services[1]._engine.weights
+        weights = collector._session.workers.services[1]._parts.engine.weights
         weights.commit(weights.layout.empty(), 7)
         policy.body.bias.data.fill_(2)
         collector.update_policy_weights_(policy)
