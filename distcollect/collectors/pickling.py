@@ -56,6 +56,9 @@ class EnvCopies:
         self._is_used = True
         return env
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_is_used": False}  # in another process
+
     def __repr__(self) -> str:
         return f"copies of a {self._kind}"
 
