@@ -59,131 +59,151 @@ class StepChunk:
 
 
 class RaggedBuffer:
-    """Up to 2T frames of each of n rows.
+    """Up to 2T frames of each of n rows, and what is known of the frame that follows them.
 
     Attributes:
         num_steps: T.
-        position: int64 ``[n]``, frames that each row has.
-        chunk: steps that are not among these frames yet.
+        frames: ``{key: [n, 2T + 1, *shape]}`` of all leaves. In each row the next frame follows the
+            finished ones: at least its state leaves are there.
+        position: int64 ``[n]``, how many finished frames each row has.
     """
 
-    def __init__(self, layout: Layout, num_steps: int) -> None:
-        """Allocate room for ``2 * num_steps`` frames of each row."""
-        self.num_steps = num_steps
-        self.position = np.zeros(layout.num_envs, np.int64)
-        self.chunk = StepChunk(layout, num_steps)
-        self._frames: Arrays = {
-            leaf.key: leaf.zeros(layout.num_envs, 2 * num_steps) for leaf in layout.per_frame
-        }
-        # The state leaves after each row's last frame.
-        self._after: Arrays = {leaf.key: leaf.zeros(layout.num_envs) for leaf in layout.state}
-        # The state leaves after frames that end a trajectory: the frames' rows and columns.
-        self._finals: list[tuple[np.ndarray, np.ndarray, Arrays]] = []
-        # The state leaves after a frame whose successor found no room, by the row and the column
-        # that the successor would have had.
-        self._cut_off: dict[tuple[int, int], Arrays] = {}
-
-    def last_ids(self) -> tuple[np.ndarray, np.ndarray]:
-        """The rows that have frames, and the trajectory of the last frame of each."""
-        rows = np.flatnonzero(self.position)
-        return rows, self._frames[TRAJ_IDS][rows, self.position[rows] - 1]
-
-    def drop(self) -> int:
-        """Drop all frames; how many there were."""
-        dropped = int(self.position.sum())
-        self.position.fill(0)
-        self._finals.clear()
-        self._cut_off.clear()
-        return dropped
-
-    def take_chunk(self, current: Arrays) -> tuple[np.ndarray, int]:
-        """Append the frames of the chunk to the rows' frames.
+    def __init__(self, layout: Layout, num_steps: int, before: RaggedBuffer | None = None) -> None:
+        """Allocate it.
 
         Args:
-            current: ``[n, *shape]`` of the state leaves after the last step.
+            layout: of the frames.
+            num_steps: T.
+            before: an empty buffer, whose next frames are the next ones here.
+        """
+        self.num_steps = num_steps
+        self.position = np.zeros(layout.num_envs, np.int64)
+        self.frames: Arrays = {
+            leaf.key: leaf.zeros(layout.num_envs, 2 * num_steps + 1) for leaf in layout.per_frame
+        }
+        if before is not None:
+            for key, frames in self.frames.items():
+                frames[:, 0] = before.frames[key][:, 0]
+        self._rows = np.arange(layout.num_envs)
+        self._state = [leaf.key for leaf in layout.state]
+        # The state leaves after frames that end a trajectory: the frames' rows and columns.
+        self._finals: list[tuple[np.ndarray, np.ndarray, Arrays]] = []
+        # The state leaves after a frame whose successor was dropped, by the row and the column that
+        # the successor would have had.
+        self._cut_off: dict[tuple[int, int], Arrays] = {}
+
+    def starts(self, rows: np.ndarray) -> Arrays:
+        """Return the state leaves of the next frames of ``rows``."""
+        columns = self.position[rows]
+        return {key: self.frames[key][rows, columns] for key in self._state}
+
+    def last_ids(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the rows that have frames, and the trajectory of the last frame of each."""
+        rows = np.flatnonzero(self.position)
+        return rows, self.frames[TRAJ_IDS][rows, self.position[rows] - 1]
+
+    def add_finals(self, rows: np.ndarray, columns: np.ndarray, final: Arrays) -> None:
+        """Keep the state leaves ``[m, *shape]`` after m frames that end a trajectory."""
+        self._finals.append((rows, columns, final))
+
+    def drop(self) -> int:
+        """Drop the finished frames, and return how many there were."""
+        self._cut_off.clear()
+        return self._drop(np.flatnonzero(self.position), 0)
+
+    def drop_surplus(self, row: int) -> int:
+        """Drop the finished frames of a row beyond T, and return how many there were."""
+        at = row, self.num_steps
+        self._cut_off.setdefault(at, {key: self.frames[key][at].copy() for key in self._state})
+        return self._drop(np.array([row]), self.num_steps)
+
+    def _drop(self, rows: np.ndarray, column: int) -> int:
+        """Drop the finished frames of ``rows`` from ``column`` on."""
+        columns = self.position[rows]
+        for frames in self.frames.values():
+            frames[rows, column] = frames[rows, columns]
+        for index, (of_rows, at, final) in enumerate(self._finals):
+            kept = ~(np.isin(of_rows, rows) & (at >= column))
+            self._finals[index] = of_rows[kept], at[kept], {k: x[kept] for k, x in final.items()}
+        self.position[rows] = column
+        return int((columns - column).sum())
+
+    def take(self, chunk: StepChunk, after: Arrays) -> tuple[np.ndarray, int]:
+        """Append the frames of a chunk.
+
+        Args:
+            chunk: the steps.
+            after: ``[n, *shape]`` of the state leaves after the last step.
 
         Returns:
             The rows that had no room for all of their frames, and the number of frames without
             room.
         """
-        chunk, num_steps = self.chunk, self.chunk.num_steps
+        num_steps, room = chunk.num_steps, 2 * self.num_steps
         if not num_steps:
             return np.zeros(0, np.int64), 0
-        room = 2 * self.num_steps
         real = chunk.real[:num_steps]
         # [steps, n]: the column of each frame; fillers have that of the frame after them.
         columns = self.position + real.cumsum(0) - real
         fits = real & (columns < room)
         steps, rows = fits.nonzero()
         at = columns[steps, rows]
-        for key, frames in self._frames.items():
+        for key, frames in self.frames.items():
             frames[rows, at] = chunk.frames[key][steps, rows]
         for step, of_rows, final in chunk.finals:
             kept = columns[step, of_rows] < room
-            self._finals.append(
-                (
-                    of_rows[kept],
-                    columns[step, of_rows[kept]],
-                    {key: array[kept] for key, array in final.items()},
-                )
-            )
-        for key, after in self._after.items():
-            after[:] = current[key]
+            at = columns[step, of_rows[kept]]
+            self.add_finals(of_rows[kept], at, {key: array[kept] for key, array in final.items()})
         without_room = real & ~fits
         overflow: np.ndarray = without_room.any(0).nonzero()[0]
         for row in overflow.tolist():
             first = int(without_room[:, row].argmax())
-            after_row = {key: chunk.frames[key][first, row].copy() for key in self._after}
+            after_row = {key: chunk.frames[key][first, row].copy() for key in self._state}
             self._cut_off.setdefault((row, room), after_row)
-        self.position = self.position + fits.sum(0)
+        self.position += fits.sum(0)
+        for key in self._state:
+            self.frames[key][self._rows, self.position] = after[key]
         return overflow, int(without_room.sum())
 
-    def cut_short(self, row: int, traj_id: int, after: Arrays) -> None:
-        """End a trajectory early: mark its last frame truncated and faulted.
+    def cut_short(self, rows: np.ndarray, traj_ids: np.ndarray) -> None:
+        """End trajectories early: mark the last frames of ``rows`` truncated and faulted.
 
-        Nothing happens if the last frame of ``row`` here is of another trajectory.
-
-        Args:
-            row: the row of the trajectory.
-            traj_id: the id of the trajectory.
-            after: ``[n, *shape]`` of the state leaves after that frame.
+        Nothing happens in a row whose last frame here is of another trajectory than ``traj_ids``.
         """
-        last = int(self.position[row]) - 1
-        if last >= 0 and self._frames[TRAJ_IDS][row, last] == traj_id:
-            self._frames["truncated",][row, last] = True
-            self._frames[FAULTED][row, last] = True
-            final = {key: array[row][None].copy() for key, array in after.items()}
-            self._finals.append((np.array([row]), np.array([last]), final))
+        last = self.position[rows] - 1
+        is_cut = (last >= 0) & (self.frames[TRAJ_IDS][rows, last] == traj_ids)
+        rows, last = rows[is_cut], last[is_cut]
+        self.frames["truncated",][rows, last] = True
+        self.frames[FAULTED][rows, last] = True
+        self.add_finals(rows, last, self.starts(rows))
 
     def emit(self, slab: Slab) -> None:
         """Move the first T frames of each row to ``slab``; where a row has fewer, add padding."""
-        steps = self.num_steps
+        steps, rows = self.num_steps, self._rows
         lengths = np.minimum(self.position, steps)
-        longer = self.position > steps
-        surplus = int(self.position.max()) - steps
+        cut_off, self._cut_off = self._cut_off, {}
         for key, tail in slab.tail.items():
-            tail[:] = self._after[key]
-            tail[longer] = self._frames[key][longer, steps]
-            for (row, column), cut_off in self._cut_off.items():
-                if column == steps:
-                    tail[row] = cut_off[key]
-        self._cut_off = {
-            (row, column - steps): cut_off
-            for (row, column), cut_off in self._cut_off.items()
-            if column > steps
-        }
-        for key, frames in self._frames.items():
-            slab.frames[key][:] = frames[:, :steps]
-            if surplus > 0:
-                frames[:, :surplus] = frames[:, steps : steps + surplus]
-        later: list[tuple[np.ndarray, np.ndarray, Arrays]] = []
-        for rows, columns, final in self._finals:
+            tail[:] = self.frames[key][rows, lengths]
+        for (row, column), after in cut_off.items():
+            if column > steps:
+                self._cut_off[row, column - steps] = after
+                continue
+            for key, tail in slab.tail.items():
+                tail[row] = after[key]
+        finals, self._finals = self._finals, []
+        for of_rows, columns, final in finals:
             now = columns < steps
-            slab.add_finals(rows[now], columns[now], {key: x[now] for key, x in final.items()})
+            slab.add_finals(of_rows[now], columns[now], {key: x[now] for key, x in final.items()})
             if not now.all():
                 of_later = {key: x[~now] for key, x in final.items()}
-                later.append((rows[~now], columns[~now] - steps, of_later))
-        self._finals = later
-        self.position = self.position - lengths
-        if (lengths < steps).any():
-            slab.pad(lengths, self._after)
+                self.add_finals(of_rows[~now], columns[~now] - steps, of_later)
+        num_left = int((self.position - lengths).max()) + 1  # with the next frames
+        is_short = self.position < steps
+        for key, frames in self.frames.items():
+            slab.frames[key][:] = frames[:, :steps]
+            following = frames[is_short, self.position[is_short]]
+            frames[:, :num_left] = frames[:, steps : steps + num_left]
+            frames[is_short, 0] = following
+        self.position -= lengths
+        if is_short.any():
+            slab.pad(lengths, slab.tail)

@@ -17,13 +17,10 @@ from distcollect.rollout.spaces import Arrays
 
 
 @dataclass(eq=False)
-class RaggedLoop(RolloutLoop):
-    """Fills rollouts of vector envs that reset a row one step after its end.
+class BufferedLoop(RolloutLoop):
+    """Fills rollouts of envs whose rows make their frames at different times, by way of a buffer.
 
-    That step is a filler, no frame, so rows make their frames at different steps. All steps are
-    written as they come. Then the fillers are taken out, for all rows at once. It goes on until
-    every row has T frames; what faster rows have beyond that is the surplus, which waits in a
-    buffer for the next rollout.
+    What faster rows have beyond a rollout is the surplus, which waits there for the next one.
     """
 
     _buffer: RaggedBuffer | None = field(init=False, default=None)
@@ -32,21 +29,54 @@ class RaggedLoop(RolloutLoop):
     def surplus(self) -> np.ndarray:
         return super().surplus if self._buffer is None else self._buffer.position.copy()
 
+    def abandon(self) -> None:
+        if self._buffer is not None:
+            self._buffer.drop()
+
+    def drop_surplus(self) -> None:
+        if self._buffer is not None:
+            self.counter.lose("row_skew", self._buffer.drop())
+
+    def _buffer_for(self, num_steps: int, *, fresh: bool) -> RaggedBuffer:
+        buffer = self._buffer
+        is_other = buffer is None or buffer.num_steps != num_steps
+        if buffer is not None and (fresh or is_other):
+            # A trajectory can't span the gap that dropped frames leave.
+            self.trajectories.cut_before(*buffer.last_ids())
+            self.counter.lose("row_skew", buffer.drop())
+        if buffer is None or is_other:
+            buffer = self._buffer = RaggedBuffer(self.layout, num_steps, buffer)
+        return buffer
+
+
+@dataclass(eq=False)
+class RaggedLoop(BufferedLoop):
+    """Fills rollouts of vector envs that reset a row one step after its end.
+
+    That step is a filler, no frame, so rows make their frames at different steps. All steps are
+    written as they come. Then the fillers are taken out, for all rows at once. It goes on until
+    every row has T frames.
+    """
+
+    _chunk: StepChunk | None = field(init=False, default=None)
+
     def fill(self, slab: Slab, policy: Policy, *, fresh: bool) -> None:
-        buffer = self._buffer_for(slab.num_steps, fresh=fresh)
+        buffer, chunk = self._buffer_for(slab.num_steps, fresh=fresh), self._chunk
+        if chunk is None or len(chunk.real) != slab.num_steps:
+            chunk = self._chunk = StepChunk(self.layout, slab.num_steps)
         goes_on = True
         # After as many steps the slowest row has T frames, unless it makes fillers.
         while goes_on and (missing := slab.num_steps - int(buffer.position.min())) > 0:
-            goes_on = self._fill_chunk(buffer, policy, missing)
+            goes_on = self._fill_chunk(buffer, chunk, policy, missing)
         self.step_timer.due += slab.num_steps  # it counts from the rollout's begin
         buffer.emit(slab)
 
     def _fill_chunk(  # noqa: C901, PLR0912, PLR0915 - calls would cost more than what they do
-        self, buffer: RaggedBuffer, policy: Policy, num_steps: int
+        self, buffer: RaggedBuffer, chunk: StepChunk, policy: Policy, num_steps: int
     ) -> bool:
         """Make some steps, and append their frames to the buffer; False: the rollout ends here."""
         envs, weights, interrupts = self.envs, self.weights, self.interrupts
-        current, trajectories, chunk = self.current, self.trajectories, buffer.chunk
+        current, trajectories = self.current, self.trajectories
         swaps, clips = self.options.swap_within_rollouts, self.options.clip_actions
         frames = chunk.frames
         starts = [(frames[leaf.key], current[leaf.key]) for leaf in self.layout.state]
@@ -106,7 +136,9 @@ class RaggedLoop(RolloutLoop):
                 self._end_trajectories(chunk, step, result)
         # The next chunk of this rollout begins at its own step 0.
         step_timer.due = max(0, due - chunk.num_steps)
-        overflow, num_lost = buffer.take_chunk(current)
+        # A policy may have changed its input in place before the envs raised.
+        after = current if faulted is None else chunk.starts_of_next()
+        overflow, num_lost = buffer.take(chunk, after)
         self.counter.lose("row_skew", num_lost)
         if num_lost:
             # A frame that found no room leaves a gap, which no trajectory may span.
@@ -131,30 +163,11 @@ class RaggedLoop(RolloutLoop):
         fillers = [] if result.real is None else np.flatnonzero(~result.real).tolist()
         trajectories.reset_policy_state([*rows, *fillers])
 
-    def abandon(self) -> None:
-        if self._buffer is not None:
-            self._buffer.drop()
-
-    def drop_surplus(self) -> None:
-        if self._buffer is not None:
-            self.counter.lose("row_skew", self._buffer.drop())
-
-    def _buffer_for(self, num_steps: int, *, fresh: bool) -> RaggedBuffer:
-        buffer = self._buffer
-        if buffer is not None and (fresh or buffer.num_steps != num_steps):
-            # A trajectory can't span the gap that dropped frames leave.
-            self.trajectories.cut_before(*buffer.last_ids())
-            self.drop_surplus()
-        if buffer is None or buffer.num_steps != num_steps:
-            buffer = self._buffer = RaggedBuffer(self.layout, num_steps)
-        return buffer
-
     def _recover(self, buffer: RaggedBuffer, faulted: Faulted) -> None:
         """Replace a vector env that raised: no row made a transition."""
-        starts = buffer.chunk.starts_of_next()
         for fault in faulted.faults:
             self.recovery.rebuild(fault)
-        for row in faulted.not_stepped:
-            buffer.cut_short(row, self.trajectories.ids[row], starts)
-            self.trajectories.new_id(row)
+        rows = np.array(faulted.not_stepped)
+        buffer.cut_short(rows, self.trajectories.ids[rows])
+        self.trajectories.new_ids(rows)
         self.trajectories.reset_policy_state(faulted.not_stepped)

@@ -69,6 +69,11 @@ class Trajectories:
         self.ids[rows] = traj_ids
         return traj_ids
 
+    def begin(self, rows: np.ndarray) -> None:
+        """Begin a new trajectory in each of these rows."""
+        self.new_ids(rows)
+        self.lengths[rows] = 0
+
     def cut_before(self, rows: np.ndarray, last_ids: np.ndarray) -> None:
         """Frames of ``rows`` were dropped: what follows of their episodes are new trajectories.
 
@@ -78,8 +83,8 @@ class Trajectories:
                 Where another one has begun since, it begins with an episode, and stays as it is.
         """
         rows = rows[self.ids[rows] == last_ids]
-        self._rests.update(self.new_ids(rows).tolist())
-        self.lengths[rows] = 0
+        self.begin(rows)
+        self._rests.update(self.ids[rows].tolist())
 
     def rests_in(self, traj_ids: np.ndarray) -> tuple[int, ...]:
         """Those of the next rollout's ``traj_ids`` ``[n, T]`` that are the rest of an episode."""
