@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import distcollect as dc
 from distcollect.net.messages import PeerAddress
 from distcollect.transport import rpc_agents
 from distcollect.transport.peer_ids import identity
-from distcollect.transport.protocol import CollectRequest
+from distcollect.transport.protocol import CollectRequest, Offer
 from distcollect.transport.rpc import RpcTransport
 
 SOON_S = 60
@@ -40,7 +40,26 @@ def start_peer(*args: str) -> subprocess.Popen[str]:
     )
 
 
-class Loopback:
+class World:
+    """A transport and a peer of it."""
+
+    transport: Any
+    peer: int
+
+    def call(self, method: Callable[..., Any], *args: Any) -> Any:
+        """Call the peer and wait for the answer."""
+        return self.transport.call(self.peer, method, *args).result(SOON_S)
+
+    def offered(self, num_steps: int, **request: Any) -> Offer:
+        """Have the peer collect a rollout."""
+        wanted = CollectRequest(num_steps, **request)
+        return self.transport.collect(self.peer, wanted).result(SOON_S)
+
+    def close(self) -> None:
+        self.transport.close()
+
+
+class Loopback(World):
     """A transport with a peer in this process."""
 
     def __init__(self) -> None:
@@ -51,25 +70,22 @@ class Loopback:
     def sent_bytes(self) -> int:
         return self.transport.bytes_fetched
 
-    def close(self) -> None:
-        self.transport.close()
 
-
-class Rpc:
+class Rpc(World):
     """A transport with a peer in another process."""
 
-    def __init__(self, channels: list[str] | None = None) -> None:
+    def __init__(self) -> None:
         self.transport = RpcTransport("127.0.0.1")
         self.processes: list[subprocess.Popen[str]] = []
-        self.peer = self.add_peer(channels or rpc_agents.CHANNELS)
+        self.peer = self.add_peer()
 
-    def add_peer(self, channels: list[str]) -> int:
+    def add_peer(self) -> int:
         peer = identity().new_peer()  # ids are never used twice in one process
         process = start_peer()
         self.processes.append(process)
         assert process.stdin is not None
         assert process.stdout is not None
-        process.stdin.write(json.dumps(channels) + "\n")
+        process.stdin.write(json.dumps(rpc_agents.CHANNELS) + "\n")
         process.stdin.flush()
         self.transport.connect(peer, PeerAddress(process.stdout.readline().strip()))
         return peer
@@ -86,7 +102,7 @@ class Rpc:
         stop_process(self.processes[0].pid)
 
     def close(self) -> None:
-        self.transport.close()
+        super().close()
         for process in self.processes:
             process.kill()
             process.communicate()
@@ -99,105 +115,107 @@ def check(tensors: list[torch.Tensor], num_steps: int) -> None:
     assert all(torch.equal(a, b) for a, b in zip(tensors, expected, strict=True))
 
 
-def check_calls(world: Loopback | Rpc) -> None:
-    ask = world.transport.call
-    assert ask(world.peer, Service.echo, 1, "two", None).result(SOON_S) == (1, "two", None)
-
-    for method in (Service.fail, Service.fail_later):
-        with pytest.raises(dc.WorkerError, match="ValueError: of no value") as caught:
-            ask(world.peer, method, "of no value").result(SOON_S)
-        assert caught.value.worker_id == WORKER_ID
-        assert "in fail\n" in caught.value.remote_traceback
-        assert not isinstance(caught.value, dc.WorkerLost)
-
-    # More open calls than any thread pool has threads.
-    later = [ask(world.peer, Service.later, f"key{i}") for i in range(20)]
-    assert ask(world.peer, Service.echo).result(SOON_S) == ()
-    assert not any(answer.done() for answer in later)
-    for i in reversed(range(20)):
-        ask(world.peer, Service.release, f"key{i}", i).result(SOON_S)
-    assert [answer.result(SOON_S) for answer in later] == list(range(20))
-
-
 def no_such_method(service: Any) -> None: ...
 
 
-def check_a_method_that_is_not_there_is_an_error(world: Loopback | Rpc) -> None:
-    """Nor may one be called that the service has, and doesn't serve."""
-    for method in (no_such_method, Service.not_served):
-        with pytest.raises(dc.WorkerError, match=method.__name__):
-            world.transport.call(world.peer, method).result(SOON_S)
+class TransportContract:
+    """Each transport has a class of tests that derives from this one.
 
+    Starting a peer takes two seconds over RPC, so each test checks several things.
+    """
 
-def check_a_rollout_is_offered_then_fetched(world: Loopback | Rpc, num_steps: int) -> None:
-    offer = world.transport.collect(world.peer, CollectRequest(num_steps)).result(SOON_S)
-    assert (offer.header.num_frames, offer.header.policy_version) == (num_steps, (3, 5))
-    tensors = offer.fetch().result(SOON_S)
-    check(tensors, num_steps)
-    for tensor in tensors:
-        tensor.zero_()  # they belong to us: the next rollout does not change them
-    again = world.transport.collect(world.peer, CollectRequest(num_steps)).result(SOON_S)
-    check(again.fetch().result(SOON_S), num_steps)
-    with pytest.raises(dc.WorkerError, match="no rollout today"):
-        world.transport.collect(world.peer, CollectRequest(1, random=True)).result(SOON_S)
+    make: Callable[[], Any]
 
-
-def check_a_declined_rollout_moves_no_bytes(
-    make: Callable[[], Loopback | Rpc], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Here the peer sends only through its sockets, and the kernel counts the bytes."""
-    monkeypatch.setattr(rpc_agents, "CHANNELS", ["basic"])
-    world = make()
-    try:
-        size = sum(tensor.nbytes for tensor in rollout(LARGE))
-        world.transport.call(world.peer, Service.echo).result(SOON_S)
-
-        def cost(wanted: bool) -> int:
-            before = world.sent_bytes()
-            offer = world.transport.collect(world.peer, CollectRequest(LARGE)).result(SOON_S)
-            assert offer.header.num_bytes == size
-            if wanted:
-                check(offer.fetch().result(SOON_S), LARGE)
-            else:
-                offer.decline()
-            del offer
-            world.transport.call(world.peer, Service.echo).result(SOON_S)
-            return world.sent_bytes() - before
-
-        assert cost(wanted=True) >= size
-        assert cost(wanted=False) < size / 100
-        assert cost(wanted=True) >= size
-    finally:
+    @pytest.fixture
+    def world(self) -> Iterator[Any]:
+        world = type(self).make()
+        yield world
         world.close()
 
+    def test_calls(self, world: Any) -> None:
+        assert world.call(Service.echo, 1, "two", None) == (1, "two", None)
+        for method in (Service.fail, Service.fail_later):
+            with pytest.raises(dc.WorkerError, match="ValueError: of no value") as caught:
+                world.call(method, "of no value")
+            assert caught.value.worker_id == WORKER_ID
+            assert "in fail\n" in caught.value.remote_traceback
+            assert not isinstance(caught.value, dc.WorkerLost)
+        # Nor may a method be called that the service has, and doesn't serve.
+        for method in (no_such_method, Service.not_served):
+            with pytest.raises(dc.WorkerError, match=method.__name__):
+                world.call(method)
+        # More open calls than any thread pool has threads.
+        later = [world.transport.call(world.peer, Service.later, f"key{i}") for i in range(20)]
+        assert world.call(Service.echo) == ()
+        assert not any(answer.done() for answer in later)
+        for i in reversed(range(20)):
+            world.call(Service.release, f"key{i}", i)
+        assert [answer.result(SOON_S) for answer in later] == list(range(20))
 
-def check_evicting_a_peer_fails_what_it_owes(world: Loopback | Rpc) -> None:
-    pending = world.transport.call(world.peer, Service.later, "never")
-    unfetched = world.transport.collect(world.peer, CollectRequest(SMALL)).result(SOON_S)
-    world.transport.disconnect(world.peer)
-    for answer in (
-        pending,
-        world.transport.call(world.peer, Service.echo),
-        world.transport.collect(world.peer, CollectRequest(SMALL)),
-        world.transport.call(world.peer + 12_345, Service.echo),  # no peer ever had this id
-    ):
+    @pytest.mark.parametrize("num_steps", [0, SMALL, LARGE])
+    def test_a_rollout_is_offered_then_fetched(self, world: Any, num_steps: int) -> None:
+        offer = world.offered(num_steps)
+        assert (offer.header.num_frames, offer.header.policy_version) == (num_steps, (3, 5))
+        tensors = offer.fetch().result(SOON_S)
+        check(tensors, num_steps)
+        for tensor in tensors:
+            tensor.zero_()  # they belong to us: the next rollout does not change them
+        check(world.offered(num_steps).fetch().result(SOON_S), num_steps)
+        with pytest.raises(dc.WorkerError, match="no rollout today"):
+            world.offered(1, random=True)
+
+    def test_a_declined_rollout_moves_no_bytes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Over RPC the peer sends only through its sockets here; the kernel counts the bytes."""
+        monkeypatch.setattr(rpc_agents, "CHANNELS", ["basic"])
+        world = type(self).make()
+        try:
+            size = sum(tensor.nbytes for tensor in rollout(LARGE))
+            world.call(Service.echo)
+
+            def cost(wanted: bool) -> int:
+                before = world.sent_bytes()
+                offer = world.offered(LARGE)
+                assert offer.header.num_bytes == size
+                if wanted:
+                    check(offer.fetch().result(SOON_S), LARGE)
+                else:
+                    offer.decline()
+                del offer
+                world.call(Service.echo)
+                return world.sent_bytes() - before
+
+            assert cost(wanted=True) >= size
+            assert cost(wanted=False) < size / 100
+            assert cost(wanted=True) >= size
+        finally:
+            world.close()
+
+    def test_disconnecting_a_peer_fails_what_it_owes(self, world: Any) -> None:
+        pending = world.transport.call(world.peer, Service.later, "never")
+        unfetched = world.offered(SMALL)
+        world.transport.disconnect(world.peer)
+        for answer in (
+            pending,
+            world.transport.call(world.peer, Service.echo),
+            world.transport.collect(world.peer, CollectRequest(SMALL)),
+            world.transport.ping(world.peer),
+            world.transport.call(world.peer + 12_345, Service.echo),  # no peer ever had this id
+        ):
+            with pytest.raises(dc.WorkerLost):
+                answer.result(1)
+        world.transport.disconnect(world.peer)
+        unfetched.decline()
+
+    def test_closing_waits_for_answers_that_are_owed(self, world: Any) -> None:
+        owed = world.transport.call(world.peer, Service.soon, "here it is")
+        world.transport.close(SOON_S)
+        assert owed.result(0) == "here it is"
+        world.transport.close()
         with pytest.raises(dc.WorkerLost):
-            answer.result(1)
-    world.transport.disconnect(world.peer)
-    unfetched.decline()
+            world.call(Service.echo)
 
-
-def check_closing_waits_for_answers_owed_and_again_is_no_error(world: Loopback | Rpc) -> None:
-    owed = world.transport.call(world.peer, Service.soon, "here it is")
-    world.transport.close(SOON_S)
-    assert owed.result(0) == "here it is"
-    world.transport.close()
-    with pytest.raises(dc.WorkerLost):
-        world.transport.call(world.peer, Service.echo).result(1)
-
-
-def check_closing_fails_answers_that_do_not_come(world: Loopback | Rpc) -> None:
-    owed = world.transport.call(world.peer, Service.later, "never")
-    world.transport.close(0.1)
-    with pytest.raises(dc.WorkerLost):
-        owed.result(1)
+    def test_closing_fails_answers_that_do_not_come(self, world: Any) -> None:
+        owed = world.transport.call(world.peer, Service.later, "never")
+        world.transport.close(0.1)
+        with pytest.raises(dc.WorkerLost):
+            owed.result(1)

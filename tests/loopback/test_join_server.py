@@ -223,18 +223,6 @@ def test_garbage_after_joining_closes_the_connection(
     assert client.receive() is None
 
 
-def test_frames_come_whole_however_they_are_cut(
-    server: JoinServer, events: Recorder, connect: Connect
-) -> None:
-    client = connect(server)
-    client.join(hello(), TOKEN)
-    events.next("admitted")
-    data = b"".join(encode(Kill(n, 0)) for n in (1, 2, 3))
-    for start in range(0, len(data), 5):
-        client._sock.sendall(data[start : start + 5])
-    assert [events.next("received").worker_id for _ in range(3)] == [1, 2, 3]
-
-
 HELLO = to_frame(hello())
 BAD_FIELDS = {
     "unknown message": {**HELLO, "message": "Greeting"},

@@ -7,7 +7,7 @@ import pickle
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
@@ -19,14 +19,8 @@ from helpers.transport_contract import (
     SMALL,
     SOON_S,
     Rpc,
+    TransportContract,
     check,
-    check_a_declined_rollout_moves_no_bytes,
-    check_a_method_that_is_not_there_is_an_error,
-    check_a_rollout_is_offered_then_fetched,
-    check_calls,
-    check_closing_fails_answers_that_do_not_come,
-    check_closing_waits_for_answers_owed_and_again_is_no_error,
-    check_evicting_a_peer_fails_what_it_owes,
     start_peer,
 )
 from helpers.waiting import eventually
@@ -38,157 +32,111 @@ from distcollect.net.messages import PeerAddress
 from distcollect.rollout.header import Header
 from distcollect.transport import rpc_agents
 from distcollect.transport.peer_ids import identity
-from distcollect.transport.protocol import INLINE_BYTES, NUM_SLABS, CollectRequest, Offer
+from distcollect.transport.protocol import INLINE_BYTES, NUM_SLABS, CollectRequest
 from distcollect.transport.rpc import RpcTransport
 from distcollect.transport.rpc_server import RpcServer
 
 
-@pytest.fixture(params=[Rpc])
-def world(request: pytest.FixtureRequest) -> Iterator[Rpc]:
-    world = request.param()
-    yield world
-    world.close()
+class TestRpc(TransportContract):
+    make = Rpc
 
 
 @pytest.fixture
-def rpc_world() -> Iterator[Rpc]:
+def world() -> Iterator[Rpc]:
     world = Rpc()
     yield world
     world.close()
 
 
-# Starting an RPC peer takes two seconds, so each test checks several things.
-
-
-def test_calls(world: Rpc) -> None:
-    check_calls(world)
-
-
-def test_a_method_that_is_not_there_is_an_error(world: Rpc) -> None:
-    check_a_method_that_is_not_there_is_an_error(world)
-
-
-@pytest.mark.parametrize("num_steps", [0, SMALL, LARGE])
-def test_a_rollout_is_offered_then_fetched(world: Rpc, num_steps: int) -> None:
-    check_a_rollout_is_offered_then_fetched(world, num_steps)
-
-
-@pytest.mark.parametrize("make", [lambda: Rpc(["basic"])], ids=["Rpc"])
-def test_a_declined_rollout_moves_no_bytes(
-    make: Callable[[], Rpc], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    check_a_declined_rollout_moves_no_bytes(make, monkeypatch)
-
-
-def test_evicting_a_peer_fails_what_it_owes(world: Rpc) -> None:
-    check_evicting_a_peer_fails_what_it_owes(world)
-
-
-def test_closing_waits_for_answers_owed_and_again_is_no_error(world: Rpc) -> None:
-    check_closing_waits_for_answers_owed_and_again_is_no_error(world)
-
-
-def test_closing_fails_answers_that_do_not_come(world: Rpc) -> None:
-    check_closing_fails_answers_that_do_not_come(world)
-
-
-def test_a_small_rollout_comes_with_its_header_and_a_large_one_stays(rpc_world: Rpc) -> None:
+def test_a_small_rollout_comes_with_its_header_and_a_large_one_stays(world: Rpc) -> None:
     """After its peer's death only a rollout that came with its header can be fetched."""
-    offers = {
-        steps: rpc_world.transport.collect(rpc_world.peer, CollectRequest(steps)).result(SOON_S)
-        for steps in (SMALL, LARGE)
-    }
+    offers = {steps: world.offered(steps) for steps in (SMALL, LARGE)}
     assert offers[SMALL].header.num_bytes < INLINE_BYTES < offers[LARGE].header.num_bytes
-    rpc_world.kill()
-    rpc_world.processes[0].wait(SOON_S)
+    world.kill()
+    world.processes[0].wait(SOON_S)
     check(offers[SMALL].fetch().result(1), SMALL)
     with pytest.raises(dc.WorkerLost):
         offers[LARGE].fetch().result(SOON_S)
-    rpc_world.transport.disconnect(rpc_world.peer)
+    world.transport.disconnect(world.peer)
 
 
 def num_rrefs(world: Rpc) -> tuple[int, int]:
-    counts = world.transport.call(world.peer, Service.num_rrefs).result(SOON_S)
-    return cast("tuple[int, int]", counts)
+    return cast("tuple[int, int]", world.call(Service.num_rrefs))
 
 
-def test_a_rollout_that_stays_with_its_worker_is_an_rref_of_it(rpc_world: Rpc) -> None:
+def test_a_rollout_that_stays_with_its_worker_is_an_rref_of_it(world: Rpc) -> None:
     """Torch itself counts them: each ends when it was fetched, or its memory is used again."""
-
-    def offered(steps: int) -> Offer:
-        return rpc_world.transport.collect(rpc_world.peer, CollectRequest(steps)).result(SOON_S)
-
+    offered = world.offered
     small = offered(SMALL)
-    assert num_rrefs(rpc_world) == (0, 0)
+    assert num_rrefs(world) == (0, 0)
     first = offered(LARGE)
-    assert num_rrefs(rpc_world) == (1, 1)
+    assert num_rrefs(world) == (1, 1)
     check(first.fetch().result(SOON_S), LARGE)
     check(small.fetch().result(SOON_S), SMALL)
-    assert num_rrefs(rpc_world) == (0, 0)
+    assert num_rrefs(world) == (0, 0)
     declined = [offered(LARGE) for _ in range(20)]
     for offer in declined:
         offer.decline()
-    assert num_rrefs(rpc_world) == (NUM_SLABS, NUM_SLABS)
+    assert num_rrefs(world) == (NUM_SLABS, NUM_SLABS)
     unfetched = offered(LARGE)
     check(offered(LARGE).fetch().result(SOON_S), LARGE)
     check(unfetched.fetch().result(SOON_S), LARGE)
-    assert num_rrefs(rpc_world) == (0, 0)
+    assert num_rrefs(world) == (0, 0)
 
 
-def test_a_rollout_whose_memory_was_used_again_is_gone(rpc_world: Rpc) -> None:
-    old, *_ = [
-        rpc_world.transport.collect(rpc_world.peer, CollectRequest(LARGE)).result(SOON_S)
-        for _ in range(1 + NUM_SLABS)
-    ]
+def test_a_rollout_whose_memory_was_used_again_is_gone(world: Rpc) -> None:
+    old, *_ = [world.offered(LARGE) for _ in range(1 + NUM_SLABS)]
     with pytest.raises(dc.WorkerError, match="its memory has been used again"):
         old.fetch().result(SOON_S)
 
 
-def test_a_rollout_is_handed_over_as_an_rref(rpc_world: Rpc) -> None:
+def test_a_rollout_is_handed_over_as_an_rref(world: Rpc) -> None:
     """Another transport fetches by it, once; then the worker says why it is gone."""
-    transport, peer = rpc_world.transport, rpc_world.peer
+    transport, peer = world.transport, world.peer
     other = RpcTransport("127.0.0.1")
     try:
         other.connect(peer, transport.address_of(peer))
         held = transport.hand_over(peer, LARGE, "key", 60).result(SOON_S)
-        assert num_rrefs(rpc_world) == (1, 1)
+        assert num_rrefs(world) == (1, 1)
         check(other.fetch_handover(peer, pickle.loads(pickle.dumps(held))).result(SOON_S), LARGE)
-        assert num_rrefs(rpc_world) == (0, 0)
+        assert num_rrefs(world) == (0, 0)
         with pytest.raises(dc.WorkerError, match="it was taken already"):
             other.fetch_handover(peer, held).result(SOON_S)
     finally:
         other.close()
 
 
-def test_nothing_is_owed_for_a_call_that_cannot_be_sent(rpc_world: Rpc) -> None:
+def test_what_cannot_travel_is_an_error_and_nothing_is_owed(world: Rpc) -> None:
+    with pytest.raises(dc.WorkerError):
+        world.call(Service.lock)
     with pytest.raises(TypeError, match="pickle"):
-        rpc_world.transport.call(rpc_world.peer, Service.echo, threading.Lock()).result(SOON_S)
+        world.call(Service.echo, threading.Lock())
     begin = time.monotonic()
-    rpc_world.transport.close(SOON_S)
+    world.transport.close(SOON_S)
     assert time.monotonic() - begin < SOON_S / 2
 
 
-def test_kill_9_fails_what_is_owed(rpc_world: Rpc) -> None:
+def test_kill_9_fails_what_is_owed(world: Rpc) -> None:
     """Also where nobody disconnects the peer; the others are not affected."""
-    other = rpc_world.add_peer(rpc_agents.CHANNELS)
-    pending = [rpc_world.transport.call(rpc_world.peer, Service.later, str(i)) for i in range(3)]
-    others = rpc_world.transport.call(other, Service.later, "key")
-    rpc_world.transport.call(rpc_world.peer, Service.echo).result(SOON_S)
-    rpc_world.kill()
+    other = world.add_peer()
+    pending = [world.transport.call(world.peer, Service.later, str(i)) for i in range(3)]
+    others = world.transport.call(other, Service.later, "key")
+    world.call(Service.echo)
+    world.kill()
     for answer in pending:
         with pytest.raises(dc.WorkerLost):
             answer.result(5)
-    rpc_world.transport.disconnect(rpc_world.peer)
-    rpc_world.transport.call(other, Service.release, "key", 1).result(SOON_S)
+    world.transport.disconnect(world.peer)
+    world.transport.call(other, Service.release, "key", 1).result(SOON_S)
     assert others.result(SOON_S) == 1
 
 
-def test_a_frozen_peer_does_not_hold_up_close(rpc_world: Rpc) -> None:
+def test_a_frozen_peer_does_not_hold_up_close(world: Rpc) -> None:
     """The peer holds an offered rollout, and never answers."""
-    offer = rpc_world.transport.collect(rpc_world.peer, CollectRequest(LARGE)).result(SOON_S)
-    rpc_world.stop()
+    offer = world.offered(LARGE)
+    world.stop()
     offer.decline()
-    closing = threading.Thread(target=rpc_world.transport.close, args=(0.1,))
+    closing = threading.Thread(target=world.transport.close, args=(0.1,))
     closing.start()
     closing.join(SOON_S)
     assert not closing.is_alive()
@@ -216,7 +164,7 @@ def test_transports_share_an_agent_and_close_in_any_order() -> None:
         with pytest.raises(dc.WorkerLost):
             owed[first].result(SOON_S)
         first.close()
-        world.transport.call(world.peer, Service.release, "key", 1).result(SOON_S)
+        world.call(Service.release, "key", 1)
         assert owed[world.transport].result(SOON_S) == 1
     finally:
         world.close()
@@ -242,9 +190,9 @@ def num_files() -> int:
 
 
 def test_connections_to_peers_that_left_in_order_do_not_add_up(
-    rpc_world: Rpc, monkeypatch: pytest.MonkeyPatch
+    world: Rpc, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    transport, peer = rpc_world.transport, rpc_world.peer
+    transport, peer = world.transport, world.peer
     monkeypatch.setattr(rpc_agents, "_MAX_REMOVED", 4)
     address = transport.address_of(peer)
     assert address is not None
@@ -257,9 +205,9 @@ def test_connections_to_peers_that_left_in_order_do_not_add_up(
     assert transport.call(peer, Service.echo, 5).result(SOON_S) == (5,)
 
 
-def test_peers_come_and_go_without_end(rpc_world: Rpc, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peers_come_and_go_without_end(world: Rpc, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's numbers of peers are used up: what is owed still comes, and the others remain."""
-    transport, peer = rpc_world.transport, rpc_world.peer
+    transport, peer = world.transport, world.peer
     monkeypatch.setattr(rpc_agents, "_MAX_NUMBER", 3)
     address = transport.address_of(peer)
     assert address is not None
@@ -322,12 +270,6 @@ def test_a_closed_transport_keeps_no_thread_though_someone_keeps_it() -> None:
     # Nor does it mind news of workers that came too late.
     kept[0].connect(world.peer, PeerAddress("nowhere"))
     kept[0].disconnect(world.peer)
-
-
-def test_an_answer_that_cannot_travel_is_an_error(rpc_world: Rpc) -> None:
-    """Some methods of the service return objects that can't be pickled."""
-    with pytest.raises(dc.WorkerError):
-        rpc_world.transport.call(rpc_world.peer, Service.lock).result(SOON_S)
 
 
 class Sharing(Service):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import tracemalloc
 
@@ -21,7 +22,7 @@ from distcollect.net.handshake import (
     differing_versions,
     to_bytes,
 )
-from distcollect.net.messages import versions
+from distcollect.net.messages import WorkerHello, encode, versions
 
 TOKENS = st.text(max_size=40)
 CASES = settings(max_examples=10 * settings.default.max_examples)
@@ -91,6 +92,18 @@ def test_noise_proves_nothing(noise: bytes, opened: bool) -> None:
         joining.verify(noise)
     with pytest.raises(LaunchError):
         joining.prove(noise)
+
+
+@pytest.mark.parametrize("token", ["e9d1a2-nobody-may-see-this", "another"])
+def test_the_token_is_never_sent(token: str) -> None:
+    """Whether the other side knows it or not; nor is it in what follows."""
+    joining, trainer = JoiningSide("e9d1a2-nobody-may-see-this"), TrainerSide(token)
+    challenge = trainer.answer(joining.opening)
+    sent = [joining.opening, challenge, joining.prove(challenge)]
+    with contextlib.suppress(NotProven):
+        sent.append(trainer.answer(sent[-1]))
+    sent.append(encode(WorkerHello(worker_id=0, incarnation=0)))
+    assert b"e9d1a2" not in b"".join(sent)
 
 
 def test_a_recorded_handshake_is_worth_nothing() -> None:
