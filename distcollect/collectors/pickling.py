@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,7 +13,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from distcollect.engine.pickled_plan import PickledPlan, TensorTable
+from distcollect.engine.pickled_plan import (
+    PickledPlan,
+    PicklerWithout,
+    TensorTable,
+    UnpicklerWith,
+)
 from distcollect.engine.plan import WorkerPlan
 from distcollect.envs.kinds import kind_of
 from distcollect.envs.make import EnvContext
@@ -73,16 +77,11 @@ def with_copied_envs(makers: Sequence[object]) -> list[object]:
         ArgumentError: an env can't be pickled.
     """
     copies: dict[int, EnvCopies] = {}
-    made: list[object] = []
     for worker_id, maker in enumerate(makers):
         kind = kind_of(maker)
-        if kind is not None and kind.can_be_copied:
-            if id(maker) not in copies:
-                copies[id(maker)] = EnvCopies(maker, worker_id)
-            made.append(copies[id(maker)])
-        else:
-            made.append(maker)
-    return made
+        if kind is not None and kind.can_be_copied and id(maker) not in copies:
+            copies[id(maker)] = EnvCopies(maker, worker_id)
+    return [copies.get(id(maker), maker) for maker in makers]
 
 
 def pickled_hooks(*hooks: object) -> bytes:
@@ -162,12 +161,8 @@ def _not_sendable(plan: WorkerPlan, error: Exception) -> DistCollectError:
             f"the policy can't be sent to a worker ({type(error).__name__}: {error}); pass "
             "policy_factory, a callable that makes it there, instead"
         )
-    named = {
-        "create_env_fn": plan.create_env_fn,
-        "policy_factory": plan.policy_factory,
-        "models": plan.models,
-    }
-    what = next((name for name, value in named.items() if _fails(value)), "an argument")
+    names = ("create_env_fn", "policy_factory", "models")
+    what = next((name for name in names if _fails(getattr(plan, name))), "an argument")
     return ArgumentError(
         f"{what} can't be sent to a worker ({type(error).__name__}: {error}): "
         + _advice(error, "create what can't be pickled inside of it")
@@ -221,44 +216,23 @@ def copied(policy: Any, models: Mapping[str, nn.Module]) -> tuple[Any, Mapping[s
 
 
 def _pickled_and_back(given: Any) -> Any:
-    file = io.BytesIO()
-    pickler = _ClassesStay(file)
-    pickler.dump(given)
-    file.seek(0)
-    return _ClassesStayed(file, pickler.classes).load()
+    classes: list[type] = []
 
-
-class _ClassesStay(cloudpickle.Pickler):  # type: ignore[misc]
-    """Leaves classes out: of one of a script, cloudpickle would replace the attributes."""
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file)
-        self.classes: list[type] = []
-
-    def persistent_id(self, obj: object) -> int | None:
-        """See :meth:`pickle.Pickler.persistent_id`."""
-        if not isinstance(obj, type):
+    def kept(value: object) -> int | None:
+        """Leave classes out: of one of a script, cloudpickle would replace the attributes."""
+        if not isinstance(value, type):
             return None
-        self.classes.append(obj)
-        return len(self.classes) - 1
+        classes.append(value)
+        return len(classes) - 1
 
-
-class _ClassesStayed(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, classes: Sequence[type]) -> None:
-        super().__init__(file)
-        self._classes = classes
-
-    def persistent_load(self, pid: int) -> type:
-        """See :meth:`pickle.Unpickler.persistent_load`."""
-        return self._classes[pid]
+    file = io.BytesIO()
+    PicklerWithout(file, kept).dump(given)
+    file.seek(0)
+    return UnpicklerWith(file, classes).load()
 
 
 def _tensors(policy: Any, models: Mapping[str, nn.Module]) -> Iterator[torch.Tensor]:
-    for module in _modules(policy, models):
-        yield from module.parameters()
-        yield from module.buffers()
-
-
-def _modules(policy: Any, models: Mapping[str, nn.Module]) -> list[nn.Module]:
-    module = module_of(policy)
-    return [*([] if module is None else [module]), *models.values()]
+    for module in (module_of(policy), *models.values()):
+        if module is not None:
+            yield from module.parameters()
+            yield from module.buffers()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import mmap
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
 import cloudpickle
@@ -39,7 +39,7 @@ class TensorTable:
         An error that one of its objects raises is passed on.
         """
         file = io.BytesIO()
-        _PlanPickler(file, self._index_of).dump(plan)
+        PicklerWithout(file, lambda value: self._index_of.get(id(value))).dump(plan)
         return self._pickled, file.getvalue()
 
 
@@ -50,24 +50,28 @@ def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
     return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
 
 
-class _PlanPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle declares no types
-    def __init__(self, file: io.BytesIO, index_of: dict[int, int]) -> None:
+class PicklerWithout(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle declares no types
+    """Leaves objects out for which a function gives a number."""
+
+    def __init__(self, file: io.BytesIO, number_of: Callable[[object], int | None]) -> None:
         super().__init__(file)
-        self._index_of = index_of
+        self._number_of = number_of
 
     def persistent_id(self, obj: object) -> int | None:
         """See :meth:`pickle.Pickler.persistent_id`."""
-        return self._index_of.get(id(obj))
+        return self._number_of(obj)
 
 
-class _PlanUnpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, tensors: Sequence[torch.Tensor]) -> None:
+class UnpicklerWith(pickle.Unpickler):
+    """Puts objects in the places of those that were left out, by their numbers."""
+
+    def __init__(self, file: io.BytesIO, objects: Sequence[object]) -> None:
         super().__init__(file)
-        self._tensors = tensors
+        self._objects = objects
 
-    def persistent_load(self, pid: int) -> torch.Tensor:
+    def persistent_load(self, pid: int) -> object:
         """See :meth:`pickle.Unpickler.persistent_load`."""
-        return self._tensors[pid]
+        return self._objects[pid]
 
 
 def unpickled(parts: Sequence[bytes | mmap.mmap]) -> WorkerPlan:
@@ -76,7 +80,7 @@ def unpickled(parts: Sequence[bytes | mmap.mmap]) -> WorkerPlan:
     An error that one of its objects raises is passed on.
     """
     tensors, plan = parts
-    unpickler = _PlanUnpickler(io.BytesIO(plan), pickle.loads(tensors))
+    unpickler = UnpicklerWith(io.BytesIO(plan), pickle.loads(tensors))
     loaded: WorkerPlan = unpickler.load()
     own = module_of(loaded.policy)
     if own is not None and loaded.held is not None and own is not loaded.held:
