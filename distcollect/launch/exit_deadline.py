@@ -149,8 +149,12 @@ def interpreter_exit_deadline() -> Iterator[None]:
     """Give the interpreter's exit a deadline, whatever is done within.
 
     If what is done within raises SystemExit, that one's exit code holds.
+
+    Raises:
+        ArgumentError: see :func:`timeout_s`.
     """
     global _owner, _code_at_exit  # noqa: PLW0603 - a process ends once
+    timeout_s()
     if _owner is None or not _owner.is_here:
         _owner = Owner()
         atexit.register(only_here(_begin_at_exit))

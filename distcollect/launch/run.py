@@ -14,14 +14,21 @@ from distcollect.common import checks
 from distcollect.common.forks import Owner
 from distcollect.errors import ArgumentError, ArgumentTypeError, LaunchError
 from distcollect.integrations import load
+from distcollect.launch.cpu_placement import Host, choose, may_pin
 from distcollect.launch.exit_deadline import exit_code, interpreter_exit_deadline
-from distcollect.launch.exit_deadline import timeout_s as exit_timeout_s
 from distcollect.launch.main_call import MainCall
 from distcollect.launch.open_hosts import current, set_launched
 from distcollect.launch.preemption import Interrupted
-from distcollect.launch.rank import supervise_rank
-from distcollect.launch.rendezvous import listen_address, listen_spec, own_address, read_token
+from distcollect.launch.rendezvous import (
+    RENDEZVOUS_TIMEOUT_S,
+    finder,
+    listen_address,
+    listen_spec,
+    own_address,
+    read_token,
+)
 from distcollect.launch.run_folder import LISTENING, TOKEN_VARIABLE, RunFolder
+from distcollect.launch.supervisor import supervise
 from distcollect.launch.topology import Launch, Launcher, own_name
 from distcollect.launch.worker_hosts import WorkerHosts
 from distcollect.net.interfaces import LOOPBACK
@@ -81,7 +88,6 @@ def run(main: Callable[[], T], *, num_trainers: int = 1) -> T | None:
                 return main()
         if folder is None or not folder.num_workers:
             return main()
-    exit_timeout_s()  # raises now, before anything is started, if it can't be used
     with interpreter_exit_deadline():
         if launch.launcher is Launcher.NONE:
             assert folder is not None
@@ -89,11 +95,24 @@ def run(main: Callable[[], T], *, num_trainers: int = 1) -> T | None:
         else:
             launch = launch.part(num_trainers)
             if launch.rank > 0:
-                supervise_rank(launch)
+                _supervise(launch)
                 return None
             identify(launch.run_id, launch.trainer, num_trainers)
             hosts = _hosts_of_launch(launch)
         return _train(main, hosts, launch, folder, num_trainers)
+
+
+def _supervise(launch: Launch) -> None:
+    """Start workers for the launch's trainer until it is done."""
+    find = finder(launch)
+    placement = choose(
+        Host.inspect(),
+        launch.local_rank,
+        launch.local_world_size,
+        may_pin=may_pin(os.environ, threads_by_launcher=launch.launcher is Launcher.TORCHRUN),
+        cores=launch.cores_per_rank,
+    )
+    supervise(find, rank=launch.rank, placement=placement, timeout_s=RENDEZVOUS_TIMEOUT_S)
 
 
 def _train(

@@ -176,10 +176,6 @@ class Membership:
         gone = (WorkerPhase.LOST, WorkerPhase.LEFT)
         return sum(record.phase not in gone for record in self._records.values())
 
-    def has_process(self, worker_id: int, incarnation: int) -> bool:
-        """Return True if this process is the one in its slot, as far as is known."""
-        return self._process(worker_id, incarnation) is not None
-
     def _process(self, worker_id: int, incarnation: int) -> WorkerRecord | None:
         record = self._records.get(worker_id)
         if record is None or record.is_empty or record.incarnation != incarnation:

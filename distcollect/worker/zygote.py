@@ -56,13 +56,6 @@ _NUM_FDS = 4
 _LONGEST_WAKEUP = 4096
 
 
-class _Forked(BaseException):
-    """Leaves the zygote's loop in a child."""
-
-    def __init__(self, fds: list[int]) -> None:
-        self.fds = fds
-
-
 def serve(fd: int, imported: Sequence[str], mask: Sequence[int]) -> WorkerBoot:
     """Fork workers until the process that started this one ends or needs no more.
 
@@ -86,11 +79,7 @@ def serve(fd: int, imported: Sequence[str], mask: Sequence[int]) -> WorkerBoot:
     _warm_up()
     gc.collect()
     gc.freeze()  # a collection in a worker then doesn't write to the shared pages
-    zygote = _Zygote(socket.socket(fileno=fd), unforkable)
-    try:
-        zygote.run()
-    except _Forked as forked:
-        fds = forked.fds
+    fds = _Zygote(socket.socket(fileno=fd), unforkable).run()
     gc.enable()
     return _become_worker(fds, mask)
 
@@ -116,22 +105,28 @@ class _Zygote:
         self._end.setblocking(False)
         self._selector.register(self._ends, selectors.EVENT_READ, self._reap)
 
-    def run(self) -> None:
-        """Do what is requested, until the parent needs no more."""
+    def run(self) -> list[int]:
+        """Do what is requested, until the parent needs no more; then the process ends.
+
+        Returns:
+            In each worker, the descriptors that came with the request for it.
+        """
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._end.fileno(), warn_on_full_buffer=False)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
         while self._workers or not self._retired:
             for key, _ in self._selector.select():
                 try:
-                    key.data()
+                    fds: list[int] | None = key.data()
+                    if fds is not None:
+                        return fds
                 except Exception:  # noqa: BLE001 - it concerns one worker, and would end all
                     traceback.print_exc()
                     if os.getpid() != self._pid:
                         os._exit(1)
         os._exit(0)
 
-    def _receive(self) -> None:
+    def _receive(self) -> list[int] | None:
         try:
             message, fds = receive(self._sock, _NUM_FDS)
         except OSError:
@@ -139,31 +134,32 @@ class _Zygote:
         if message is None:
             os._exit(0)  # the guards see that, and end their workers
         elif isinstance(message, Fork):
-            self._fork(message, fds)
+            return self._fork(message.number, fds)
         elif isinstance(message, Signal):
             for pid, number in self._workers.items():
                 if number == message.number:
                     os.kill(pid, message.signal)  # it was not reaped yet
         elif isinstance(message, Retire):
             self._retired = True
+        return None
 
-    def _fork(self, request: Fork, fds: list[int]) -> None:
-        number = request.number
+    def _fork(self, number: int, fds: list[int]) -> list[int] | None:
+        """Fork a worker; return its descriptors there, None in this process."""
+        pid = -1
         try:
-            reason = self._unforkable or _why_not()
-            pid = 0 if reason else os.fork()
+            if not (reason := self._unforkable or _why_not()):
+                pid = os.fork()
         except OSError as error:
             reason = f"it can't be forked: {error}"
-        if reason:
-            self._answer(Unforkable(number, reason))
-        elif pid == 0:
+        if pid == 0:
             self._leave()
-            raise _Forked(fds)
-        else:
+            return fds
+        if pid > 0:
             self._workers[pid] = number
-            self._answer(Forked(number, pid))
+        self._answer(Unforkable(number, reason) if reason else Forked(number, pid))
         for fd in fds:
             os.close(fd)
+        return None
 
     def _leave(self) -> None:
         """In a fork: guard a worker; in the worker, close what belongs to the zygote."""

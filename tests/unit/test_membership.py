@@ -59,9 +59,8 @@ def test_a_slot_is_filled_at_once_and_once() -> None:
     membership.open(4, 3.0)
     assert membership.state(4) is WorkerState.JOINING
     assert membership.next_tick(3.0) <= 3.0
-    assert not membership.has_process(4, 0)
     assert membership.tick(3.0) == [Start(4, 0)]
-    assert membership.has_process(4, 0)
+    assert membership.phase(4) is WorkerPhase.STARTED
     membership.open(4, 4.0)
     assert membership.tick(4.0) == []
     membership.ready(4, 0, 5.0)
@@ -124,36 +123,6 @@ def test_silence_is_suspicious_and_then_a_loss() -> None:
     assert only(Start, said) == [(when, Start(0, 1))]
 
 
-def test_who_was_suspected_and_is_heard_is_ready() -> None:
-    membership = working()
-    watch(membership, 0.0, 7.0)
-    assert membership.state(0) is WorkerState.SUSPECTED
-    membership.heard(0, 0, 7.0)
-    assert membership.state(0) is WorkerState.READY
-    assert only(Overdue, watch(membership, 7.0, 14.9)) == []
-    assert membership.state(0) is WorkerState.SUSPECTED
-    assert len(only(Overdue, watch(membership, 14.9, 15.1))) == 1
-
-
-def test_other_incarnations_are_not_heard() -> None:
-    membership = working()
-    assert membership.ended(0, 0, 1.0)
-    assert not membership.ended(0, 0, 1.0)
-    membership.heard(0, 1, 1.0)
-    membership.ready(0, 1, 1.0)
-    assert membership.state(0) is WorkerState.JOINING
-    assert membership.tick(1.0) == [Start(0, 1)]
-    for stale in (0, 2):
-        membership.ready(0, stale, 2.0)
-        assert not membership.ended(0, stale, 2.0)
-        assert not membership.has_process(0, stale)
-        assert membership.state(0) is WorkerState.JOINING
-    membership.ready(0, 1, 2.0)
-    watch(membership, 2.0, 9.0)
-    membership.heard(0, 0, 9.0)
-    assert membership.state(0) is WorkerState.SUSPECTED
-
-
 def restarts(membership: Membership, now: float) -> list[float]:
     """Seconds from the end of each process to the start of the next, until none comes."""
     pauses = []
@@ -186,13 +155,6 @@ def test_replacements_come_after_growing_pauses() -> None:
 
 
 @pytest.mark.parametrize("max_restarts", [0, 1, 5])
-def test_restarts_in_a_row_are_limited(max_restarts: int) -> None:
-    membership = working(max_restarts=max_restarts)
-    assert len(restarts(membership, 1.0)) == max_restarts
-    assert membership.state(0) is WorkerState.LOST
-
-
-@pytest.mark.parametrize("max_restarts", [0, 1, 5])
 @pytest.mark.parametrize("sound", [True, False])
 def test_a_sound_minute_starts_the_count_anew(max_restarts: int, *, sound: bool) -> None:
     membership = make(max_restarts)
@@ -216,14 +178,6 @@ def test_a_sound_minute_starts_the_count_anew(max_restarts: int, *, sound: bool)
             assert membership.tick(now) == [Start(0, max_restarts + further)]
             membership.ended(0, max_restarts + further, now)
         assert membership.state(0) is WorkerState.LOST
-
-
-def test_a_long_time_in_joining_is_no_soundness() -> None:
-    membership = make(0)
-    membership.open(0, 0.0)
-    membership.tick(0.0)
-    membership.ended(0, 0, 90.0)
-    assert membership.state(0) is WorkerState.LOST
 
 
 def test_nobody_comes_for_who_leaves() -> None:
@@ -253,24 +207,6 @@ def test_who_leaves_has_only_so_much_time() -> None:
     assert "took too long" in overdue.reason
 
 
-def test_who_leaves_while_joining_has_only_so_much_time() -> None:
-    membership = make()
-    membership.open(0, 0.0)
-    membership.tick(0.0)
-    membership.leave(0, 5.0, 1.0)
-    ((when, _),) = only(Overdue, watch(membership, 1.0, 20.0))
-    assert when == pytest.approx(6.0)
-    assert membership.state(0) is WorkerState.LEFT
-
-
-def test_a_slot_whose_next_process_is_awaited_can_be_left() -> None:
-    membership = working()
-    membership.ended(0, 0, 0.0)
-    membership.leave(0, 5.0, 0.0)
-    assert membership.state(0) is WorkerState.LEFT
-    assert membership.tick(100.0) == []
-
-
 @pytest.mark.parametrize("left", [True, False])
 def test_a_slot_can_be_opened_again(*, left: bool) -> None:
     membership = working(max_restarts=0)
@@ -287,35 +223,6 @@ def test_a_slot_can_be_opened_again(*, left: bool) -> None:
     assert only(Overdue, watch(membership, 4.0, 12.0)) == []
     membership.ended(0, 1, 12.0)
     assert membership.state(0) is WorkerState.LOST
-
-
-def test_without_a_place_nobody_is_started() -> None:
-    membership = working()
-    membership.close(0)
-    assert membership.state(0) is WorkerState.READY, "its process may live on"
-    membership.ended(0, 0, 1.0)
-    assert membership.state(0) is WorkerState.LOST
-    assert membership.tick(1000.0) == []
-    membership.open(0, 1000.0)
-    assert membership.tick(1000.0) == [Start(0, 1)]
-
-
-def test_a_place_that_goes_and_comes_back_while_its_process_runs_is_none_the_worse() -> None:
-    membership = working()
-    membership.close(0)
-    membership.open(0, 0.5)
-    assert membership.tick(0.5) == []
-    membership.ended(0, 0, 1.0)
-    assert membership.tick(1.0) == [Start(0, 1)]
-
-
-def test_a_place_may_go_before_a_process_was_started() -> None:
-    membership = working()
-    membership.ended(0, 0, 0.0)
-    membership.close(0)
-    assert membership.state(0) is WorkerState.LOST
-    assert membership.delay(0, 0.0) is None
-    assert membership.tick(1000.0) == []
 
 
 def test_hopeful_are_those_that_are_here_or_on_their_way() -> None:
@@ -375,18 +282,6 @@ def test_a_trainer_that_always_looks_late_still_sees_who_is_silent() -> None:
     assert looks == SILENCE_S / PAUSE_S
 
 
-def test_next_tick_is_never_late_however_late_it_is_asked_for() -> None:
-    for asked_at in (0.0, 0.3, 1.0, 1.9):
-        membership = working()
-        due = membership.next_tick(asked_at)
-        first = next(
-            when
-            for when in (step / 1000 for step in range(3000))
-            if working_said(when)  # a new one each time, because a tick changes what is due
-        )
-        assert due <= first + 0.001
-
-
 def test_commands_come_in_the_order_in_which_they_were_due() -> None:
     membership = make()
     for worker_id, at in [(0, 5.0), (1, 3.0), (2, 4.0), (3, 3.0)]:
@@ -394,10 +289,6 @@ def test_commands_come_in_the_order_in_which_they_were_due() -> None:
     membership.close(2)
     assert membership.next_tick(0.0) == 3.0
     assert membership.tick(9.0) == [Start(1, 0), Start(3, 0), Start(0, 0)]
-
-
-def working_said(when: float) -> list[MembershipCommand]:
-    return working().tick(when)
 
 
 def test_pings_are_spread_from_the_start() -> None:

@@ -40,15 +40,9 @@ class _State(enum.Enum):
     WAITING = enum.auto()  # Ray has not started its actor, or starts it again
     STARTED = enum.auto()  # its actor runs
     JOINED = enum.auto()  # it has joined the trainer
-    GIVEN_UP = enum.auto()  # Ray doesn't start it any more
+    GIVEN_UP = enum.auto()  # Ray doesn't start it any more, whatever is reported after this
 
 
-_NEXT: dict[_State, frozenset[_State]] = {
-    _State.WAITING: frozenset({_State.STARTED, _State.JOINED, _State.GIVEN_UP}),
-    _State.STARTED: frozenset({_State.JOINED, _State.GIVEN_UP}),
-    _State.JOINED: frozenset({_State.WAITING, _State.GIVEN_UP}),
-    _State.GIVEN_UP: frozenset(),
-}
 _PENDING = frozenset({_State.WAITING, _State.STARTED})
 
 
@@ -153,50 +147,37 @@ class RayPlacer:
         bundles = [self._settings.resources(i) or {"CPU": 0.001} for i in range(num_workers)]
         util = self._ray.util
         group = self._placement_group = util.placement_group(bundles, strategy, name=name)
-        scheduling = util.scheduling_strategies.PlacementGroupSchedulingStrategy
-        return [
-            {
-                "scheduling_strategy": scheduling(
-                    placement_group=group, placement_group_bundle_index=i
-                )
-            }
-            for i in range(num_workers)
-        ]
+        part = partial(util.scheduling_strategies.PlacementGroupSchedulingStrategy, group)
+        return [{"scheduling_strategy": part(i)} for i in range(num_workers)]
 
     def _too_much(self, worker_ids: Sequence[int], num_workers: int) -> str:
         """Why the cluster, with the nodes of now, can never start these actors, in words."""
         nodes = [node["Resources"] for node in ray_cluster.nodes(self._ray)]
-        large = [
-            w
-            for w in worker_ids
-            if not any(fits(self._settings.resources(w), node) for node in nodes)
-        ]
-        if not large:
-            return self._too_large_a_group(nodes, num_workers)
-        wanted = self._settings.resources(large[0])
-        most = {name: max((n.get(name, 0.0) for n in nodes), default=0.0) for name in wanted}
-        return (
-            f"no node of the Ray cluster has the {words(wanted)} wanted for {_names(large)} (the "
-            f"most that one has: {words(most)}): Ray can't start them until a larger node is added"
-        )
-
-    def _too_large_a_group(self, nodes: Sequence[dict[str, float]], num_workers: int) -> str:
-        """Why the cluster has no place for the actors together, in words."""
+        resources = [self._settings.resources(w) for w in range(num_workers)]
+        large = [w for w in worker_ids if not any(fits(resources[w], node) for node in nodes)]
+        if large:
+            wanted = resources[large[0]]
+            most = {name: max((n.get(name, 0.0) for n in nodes), default=0.0) for name in wanted}
+            return (
+                f"no node of the Ray cluster has the {words(wanted)} wanted for {_names(large)} "
+                f"(the most that one has: {words(most)}): Ray can't start them until a larger node "
+                "is added"
+            )
         strategy = self._settings.strategy
         group = f"placement_group_strategy={strategy!r} puts"
-        all_wanted: Counter[str] = Counter()
-        for worker_id in range(num_workers):
-            all_wanted.update(self._settings.resources(worker_id))
         if strategy == "STRICT_SPREAD" and len(nodes) < num_workers:
             return (
                 f"{group} each of the {num_workers} workers on a node of its own, and the Ray "
                 f"cluster has {len(nodes)}: Ray can't start them until nodes are added; 'SPREAD' "
                 "needs no more nodes"
             )
-        if strategy == "STRICT_PACK" and not any(fits(all_wanted, node) for node in nodes):
+        together: Counter[str] = Counter()
+        for each in resources:
+            together.update(each)
+        if strategy == "STRICT_PACK" and not any(fits(together, node) for node in nodes):
             return (
                 f"{group} all workers on one node, and no node of the Ray cluster has the "
-                f"{words(all_wanted)} that they need together: Ray can't start them until a larger "
+                f"{words(together)} that they need together: Ray can't start them until a larger "
                 "node is added; 'PACK' needs no such node"
             )
         return ""
@@ -227,11 +208,10 @@ class RayPlacer:
 
     def _enter(self, worker_id: int, state: _State) -> None:
         with self._changed:
-            if worker_id >= len(self._slots):  # a worker that joined by itself
-                return
-            slot = self._slots[worker_id]
-            if state in _NEXT[slot.state]:
-                slot.state = state
+            # Others have joined by themselves.
+            if worker_id < len(self._slots):
+                slot = self._slots[worker_id]
+                slot.state = state if slot.state is not _State.GIVEN_UP else _State.GIVEN_UP
                 self._changed_at = time.monotonic()
                 self._changed.notify_all()
 
@@ -245,13 +225,14 @@ class RayPlacer:
             is_missing = _State.WAITING in states
             return not is_missing or time.monotonic() - self._changed_at >= _SETTLED_S
 
-    def _missing(self) -> list[int]:
-        return [w for w, slot in enumerate(self._slots) if slot.state in _PENDING]
+    def _missing(self) -> dict[int, _State]:
+        """The states of the slots whose supervisors have not joined, and may still do so."""
+        return {w: slot.state for w, slot in enumerate(self._slots) if slot.state in _PENDING}
 
     def missing(self) -> str:
         """See :class:`~.placement.Placer`."""
         with self._changed:
-            states = {w: self._slots[w].state for w in self._missing()}
+            states = self._missing()
         joining = [w for w, state in states.items() if state is _State.STARTED]
         waiting = [w for w, state in states.items() if state is _State.WAITING]
         parts = []
@@ -259,7 +240,8 @@ class RayPlacer:
             parts.append(f"Ray has started {_names(joining)}, which did not join yet")
         if waiting:
             wanted = words(self._settings.resources(waiting[0]))
-            free = words(self._free(waiting[0]))
+            available = self._ray.available_resources()
+            free = words({n: available.get(n, 0.0) for n in self._settings.resources(waiting[0])})
             together = ""
             if self._settings.strategy is not None:
                 together = f", all at the same time, as {self._settings.strategy} asks"
@@ -269,10 +251,6 @@ class RayPlacer:
             )
             parts += filter(None, [self._too_much(waiting, len(self._slots))])
         return "; ".join(parts)
-
-    def _free(self, worker_id: int) -> dict[str, float]:
-        free = self._ray.available_resources()
-        return {name: free.get(name, 0.0) for name in self._settings.resources(worker_id)}
 
     def _remind(self) -> None:
         """Say from time to time which workers are missing, until the end."""
