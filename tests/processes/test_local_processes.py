@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.descendants import descendants
 from helpers.marked import Marked
 from helpers.paths import SCRIPTS
 from helpers.waiting import eventually
@@ -155,14 +156,11 @@ def test_what_a_worker_leaves_behind_is_ended(spawn: Spawn, exits: Exits, marked
     await_count(marked, 0)
 
 
-def test_a_worker_ends_with_its_guard(
-    processes: LocalProcesses, spawn: Spawn, exits: Exits, marked: Marked
-) -> None:
+def test_a_worker_ends_with_its_guard(spawn: Spawn, exits: Exits, marked: Marked) -> None:
     spawn(0, HANG)
     await_count(marked, 2)
-    [running] = processes._running.values()
-    assert running.process.pid is not None
-    os.kill(running.process.pid, signal.SIGKILL)
+    [guard] = [pid for pid in marked.pids() if descendants(pid)]
+    os.kill(guard, signal.SIGKILL)
     assert exits.next() == (0, -signal.SIGKILL)
     await_count(marked, 0)
 

@@ -28,13 +28,6 @@ def test_a_trainer_raises_its_soft_limit(low_limit: int) -> None:
     assert soft in (hard, 1 << 20)
 
 
-def test_a_limit_that_is_high_enough_stays(low_limit: int) -> None:
-    open_files.raise_limit()
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    open_files.raise_limit()
-    assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
-
-
 def test_too_many_workers_are_refused_before_anything_starts() -> None:
     assert open_files.shortage(10, are_local=True) == ""
     with pytest.raises(dc.ArgumentError, match=r"^200000 workers need at least 1600140 open files"):

@@ -62,6 +62,13 @@ FROM_TORCHRUN = Launch(Launcher.TORCHRUN, 3, 4, 2, 2, "run", ("node1", 1234), lo
 def test_no_launch(env: dict[str, str]) -> None:
     assert Launch.detect(env) == Launch()
     assert Launch.detect(env).num_workers == 0
+    assert one_of_several(env) == ""
+
+
+def test_a_launch_of_one_rank_may_start_workers() -> None:
+    assert one_of_several({**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1"}) == ""
+    script = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}  # of a batch job
+    assert one_of_several(script) == ""
 
 
 def test_torchrun() -> None:
@@ -175,20 +182,6 @@ def test_workers_outside_of_run_are_refused(
     open_hosts(1).close()
 
 
-@pytest.mark.parametrize(
-    "env",
-    [
-        {**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1"},
-        {**SLURM, "SLURM_STEP_ID": "4294967290"},
-        {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8"},
-        {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"},  # a batch script
-        {**SUBMITIT, "SUBMITIT_LOCAL_NTASKS": "1"},
-    ],
-)
-def test_one_process_of_a_job_may_start_workers(env: dict[str, str]) -> None:
-    assert one_of_several(env) == ""
-
-
 def test_slurm_takes_the_users_meeting_point() -> None:
     launch = Launch.detect({**SLURM, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "99"})
     assert launch.master == ("10.0.0.1", 99)
@@ -218,38 +211,20 @@ def test_variables_that_make_no_sense_are_named(env: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("nodelist", "expected"),
+    ("nodelist", "first", "last"),
     [
-        ("node1", "node1"),
-        ("node1,node2", "node1"),
-        ("node[03-05,9],gpu1", "node03"),
-        ("node[7,9]", "node7"),
-        ("gpu1,node[03-05]", "gpu1"),
-        ("rack[1-2]-n5", "rack1-n5"),
-        ("node[08-10].cluster,other", "node08.cluster"),
-        ("a-b[001-100]", "a-b001"),
-        ("rack[1-2]n[3-4]", "rack1n3"),
+        ("node1", "node1", "node1"),
+        ("node1,node2", "node1", "node2"),
+        ("node[03-05,9],gpu1", "node03", "gpu1"),
+        ("gpu1,node[03-05]", "gpu1", "node05"),
+        ("node[7,9]", "node7", "node9"),
+        ("rack[1-2]n[3-4]", "rack1n3", "rack2n4"),
+        ("rack[1-2]-n5", "rack1-n5", "rack2-n5"),
+        ("node[08-10].cluster", "node08.cluster", "node10.cluster"),
     ],
 )
-def test_first_host(nodelist: str, expected: str) -> None:
-    assert first_host(nodelist) == expected
-
-
-@pytest.mark.parametrize(
-    ("nodelist", "expected"),
-    [
-        ("node1", "node1"),
-        ("node1,node2", "node2"),
-        ("node[03-05,9],gpu1", "gpu1"),
-        ("gpu1,node[03-05]", "node05"),
-        ("node[03-05,9]", "node9"),
-        ("node[7,9]", "node9"),
-        ("rack[1-2]n[3-4]", "rack2n4"),
-        ("node[08-10].cluster", "node10.cluster"),
-    ],
-)
-def test_last_host(nodelist: str, expected: str) -> None:
-    assert last_host(nodelist) == expected
+def test_hosts_of_a_list_of_slurm(nodelist: str, first: str, last: str) -> None:
+    assert (first_host(nodelist), last_host(nodelist)) == (first, last)
 
 
 def test_what_the_scheduler_says_of_a_rank() -> None:
