@@ -156,13 +156,25 @@ class Lifecycle(HostEvents):
         now = time.monotonic()
         while self._answered:
             self._membership.heard(*self._answered.popleft(), now)
-        if self._status.starts_processes:
+        if self._replaces:
             for command in self._membership.tick(now):
                 self._do(command)
         for process in list(self.processes.values()):
             if process.is_over and (process.exit is not None or now >= process.account_by):
                 self._account(process)
         self._publish()
+
+    @property
+    def _replaces(self) -> bool:
+        """Return True if processes are started, and watched."""
+        if self._status.failure is not None or self._status.is_stopping:
+            return False
+        # What is wrong with one of the first processes is wrong with the run. It fails once it is
+        # known how that one ended.
+        return not self._status.is_starting or not any(
+            process.is_over and process.worker_id < self._num_first
+            for process in self.processes.values()
+        )
 
     def _publish(self) -> None:
         with self._status.lock:
@@ -236,16 +248,12 @@ class Lifecycle(HostEvents):
         if process is not None and process.connection is connection:
             self._lose(process)
 
+    @_posted
     def refused(self, hello: Hello | None, reason: str) -> None:
         if hello is None:
             log.warning("refused a process that wanted to join: %s", reason)
             return
         log.warning("refused a %s from %s: %s", hello.role, hello.host, reason)
-        self._refuse(hello, f"can't work with this trainer: {reason} (host {hello.host})")
-
-    @_posted
-    def _refuse(self, hello: Hello, message: str) -> None:
-        """A process with other versions than the trainer's was refused."""
         process = None
         if isinstance(hello, WorkerHello):
             worker_id = hello.worker_id
@@ -254,6 +262,7 @@ class Lifecycle(HostEvents):
             worker_id = hello.rank - 1
         else:
             return  # no slot was meant for it
+        message = f"can't work with this trainer: {reason} (host {hello.host})"
         error = WorkerMismatch(message, worker_id=worker_id)
         if process is not None:
             process.failure = error
@@ -269,9 +278,9 @@ class Lifecycle(HostEvents):
         self._transport.connect(process.peer, message.address)
         self.are_near &= self._transport.shares_memory(process.peer)
         plan = self._plan_for(process.worker_id)
-        probed = partial(self._probed, process)
-        self._plan_sender.send(process.peer, plan, lambda it: self._post(partial(probed, it)))
+        self._plan_sender.send(process.peer, plan, partial(self._probed, process))
 
+    @_posted
     def _probed(self, process: Process, answer: Future[WorkerInfo]) -> None:
         error = answer.exception()
         if error is not None:
@@ -445,8 +454,6 @@ class Lifecycle(HostEvents):
             return
         process.ended_in = phase
         process.account_by = now + EXIT_TIMEOUT_S
-        if worker_id < self._num_first:
-            self._status.fail_start()
         self._hosts.kill(*process.key)
         if process.connection is not None:
             process.connection.close()

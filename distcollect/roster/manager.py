@@ -23,6 +23,7 @@ from distcollect.launch.preemption import exit_if_requested
 from distcollect.results import WorkerState
 from distcollect.roster.interfaces import MembershipObserver
 from distcollect.roster.lifecycle import EXIT_TIMEOUT_S, Lifecycle
+from distcollect.roster.membership import PRESENT
 from distcollect.roster.status import RunPhase, Status
 from distcollect.roster.worker_ends import WorkerEnds
 from distcollect.transport.peer_ids import identity
@@ -252,7 +253,7 @@ class Workers:
             self.await_enough()
         remaining = max(0.0, deadline - time.monotonic())
         # The other elastic workers join later.
-        in_time = self._wait_until(self._begin_run, remaining, [self._check_start])
+        in_time = self._wait_until(self._have_started, remaining, [self._check_start])
         if not in_time and not self.is_elastic:
             missing = [w for w in status.states if w not in status.worker_infos]
             names = f"workers {missing}" if missing else "a worker"
@@ -261,18 +262,13 @@ class Workers:
                 "Faults(start_timeout_s=...) gives longer, 'distcollect doctor' looks at the way "
                 "between hosts"
             )
-        status.begin_run()
-
-    def _begin_run(self) -> bool:
-        """Begin the run if the workers that the first batch should come from are ready."""
-        if self._status.phase is RunPhase.STARTING and self._have_started():
-            self._status.begin_run()
-        return self._status.phase is RunPhase.RUNNING
+        status.enter(RunPhase.RUNNING)
 
     def _have_started(self) -> bool:
-        ready = self._status.worker_infos
+        """Return True if the workers that the first batch should come from are ready."""
+        ready, states = self._status.worker_infos, self._status.states
         if not self.is_elastic:
-            return all(w in ready for w in range(max(1, self._num_first)))
+            return all(states.get(w) in PRESENT for w in range(max(1, self._num_first)))
         if not self._hosts.is_placed:
             return True
         # Those that a scheduler can start now: with fewer, the first batches would depend on which
@@ -284,7 +280,7 @@ class Workers:
 
     def close(self) -> None:
         """End all workers and reap them; again it does nothing."""
-        self._status.begin_stop()
+        self._status.enter(RunPhase.STOPPING)
         # Each step is done once, and even if one before it raised, as by a Ctrl-C. A further call,
         # from another thread too, does the steps that remain.
         self._steps.close()

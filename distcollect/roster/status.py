@@ -16,7 +16,6 @@ class RunPhase(enum.Enum):
     """How far the workers of a collector are between their start and their end."""
 
     STARTING = enum.auto()  # the first processes have to become ready
-    START_FAILED = enum.auto()  # one of the first processes was lost
     RUNNING = enum.auto()  # a lost process is replaced, unless the run has failed
     STOPPING = enum.auto()  # the processes are being ended, or have ended
 
@@ -49,37 +48,20 @@ class Status:
 
     @property
     def is_starting(self) -> bool:
-        return self.phase in (RunPhase.STARTING, RunPhase.START_FAILED)
+        return self.phase is RunPhase.STARTING
 
     @property
     def is_stopping(self) -> bool:
         return self.phase is RunPhase.STOPPING
 
-    @property
-    def starts_processes(self) -> bool:
-        """Return True if lost processes are replaced."""
-        return self.failure is None and self.phase in (RunPhase.STARTING, RunPhase.RUNNING)
-
-    def begin_run(self) -> None:
-        """The first processes are ready."""
-        self._follow(RunPhase.RUNNING, RunPhase.STARTING)
-
-    def begin_stop(self) -> None:
-        """The processes are being ended."""
-        self._follow(RunPhase.STOPPING, *RunPhase)
-
-    def fail_start(self) -> None:
-        """One of the first processes was lost: what is wrong with it is wrong with the run."""
-        self._follow(RunPhase.START_FAILED, RunPhase.STARTING)
-
-    def _follow(self, phase: RunPhase, *before: RunPhase) -> None:
+    def enter(self, phase: RunPhase) -> None:
+        """Change the phase; one that is STOPPING stays."""
         with self.lock:
-            if self.phase in before:
-                self.phase = phase
+            self.phase = RunPhase.STOPPING if self.is_stopping else phase
             self.changed.notify_all()
 
     def fail(self, error: DistCollectError) -> None:
-        """The run can't go on."""
+        """The run can't go on, because of ``error`` unless it has failed before."""
         with self.lock:
             self.failure = self.failure or error
-            self.fail_start()
+            self.changed.notify_all()

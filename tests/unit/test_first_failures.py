@@ -12,7 +12,7 @@ from distcollect.errors import EnvError, WorkerLost
 from distcollect.pool.first_failures import FirstFailures
 from distcollect.pool.worker_slots import WorkerSlot
 from distcollect.roster.lifecycle import Lifecycle
-from distcollect.roster.status import Status
+from distcollect.roster.status import RunPhase, Status
 
 
 def test_all_workers_have_to_fail_three_times_by_the_same_error() -> None:
@@ -55,7 +55,7 @@ def test_the_run_ends_also_if_the_worker_owes_other_answers() -> None:
         num_first=2, post=posted.append, end_launch=Mock(),
     )  # fmt: skip
     lifecycle.check()
-    status.begin_run()
+    status.enter(RunPhase.RUNNING)
     error = EnvError("worn out", worker_id=0)
     lifecycle.report(0, 0, error, is_final=True)
     lifecycle.report(0, 0, WorkerLost("peer 1 is gone"))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from distcollect.common.process_exit import ProcessExit
 from distcollect.errors import DeadlineError, WorkerLost
 from distcollect.roster.membership import WorkerPhase
@@ -11,27 +9,15 @@ from distcollect.roster.process import Process
 from distcollect.roster.status import RunPhase, Status
 
 
-@pytest.mark.parametrize("phase", RunPhase)
-def test_a_failure_is_legal_in_every_phase(phase: RunPhase) -> None:
+def test_the_first_failure_counts_and_who_stops_begins_no_more() -> None:
     status = Status()
-    status.phase = phase
     first, second = WorkerLost("first"), WorkerLost("second")
     status.fail(first)
     status.fail(second)
     assert status.failure is first
-    failed = {RunPhase.STARTING: RunPhase.START_FAILED}
-    assert status.phase is failed.get(phase, phase)
-    assert not status.starts_processes
-
-
-@pytest.mark.parametrize("phase", RunPhase)
-def test_a_run_that_stops_or_failed_to_start_begins_no_more(phase: RunPhase) -> None:
-    status = Status()
-    status.phase = phase
-    status.begin_run()
-    assert status.phase is (RunPhase.RUNNING if phase is RunPhase.STARTING else phase)
-    status.begin_stop()
-    status.begin_run()
+    assert status.is_starting
+    status.enter(RunPhase.STOPPING)
+    status.enter(RunPhase.RUNNING)
     assert status.is_stopping
 
 
