@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
+import time
 import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -22,6 +24,8 @@ log = logging.getLogger(__name__)
 _RECOVERED_AFTER_STEPS = 1000
 _FIRST_DELAY_S = 0.1
 _LONGEST_DELAY_S = 5.0
+_MOST_WARNINGS = 5  # in a worker, in each of these periods
+_WARNINGS_S = 30.0
 
 
 @dataclass
@@ -50,6 +54,8 @@ class EnvRecovery:
         self._num_rebuilt = [0] * envs.num_envs  # by row, since the last seed()
         # No Event: an exception within its set(), in the user's thread, may leave its lock taken.
         self._stopped: Reply[None] = Reply()
+        self._num_warnings = 0  # since the time that follows
+        self._warned_since = -math.inf
 
     def seed(self, seeds: Sequence[int]) -> None:
         """Derive the seeds of new envs from ``seeds``, one for each row."""
@@ -82,7 +88,7 @@ class EnvRecovery:
             num_faults = self._count_fault(fault.rows)
             if num_faults > self._max_faults or not self._envs.can_rebuild(fault.rows[0]):
                 raise _final_error(error, num_faults - 1)
-            log.warning("%s; replaced by a new env, %d in a row", error.message, num_faults)
+            self._warn(error.message, num_faults)
             if self._stopped.arrives(_delay_s(num_faults)):
                 raise Stopped
             try:
@@ -92,6 +98,17 @@ class EnvRecovery:
             else:
                 _release(fault.error)
                 return
+
+    def _warn(self, message: str, num_faults: int) -> None:
+        """Log a fault; of many at a time only the first ones, and then how many there were."""
+        unsaid, now = "", time.monotonic()
+        if now - self._warned_since > _WARNINGS_S:
+            if self._num_warnings > _MOST_WARNINGS:
+                unsaid = f" ({self._num_warnings - _MOST_WARNINGS:,} faults before were not logged)"
+            self._num_warnings, self._warned_since = 0, now
+        self._num_warnings += 1
+        if self._num_warnings <= _MOST_WARNINGS:
+            log.warning("%s; replaced by a new env, %d in a row%s", message, num_faults, unsaid)
 
     def _count_fault(self, rows: tuple[int, ...]) -> int:
         """Count a fault of the env of ``rows``; its faults in a row."""

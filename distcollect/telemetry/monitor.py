@@ -48,8 +48,9 @@ class Writer(Protocol):
     about: str
     every_s: float
 
-    def write(self, stats: Stats) -> None:
-        """Show or write a snapshot; the last one has ``stats.ended``."""
+    @property
+    def write(self) -> Callable[[Stats], object]:
+        """Shows or writes a snapshot; the last one has ``stats.ended``."""
 
     def close(self) -> None:
         """Release all resources; no more snapshots follow."""
@@ -114,14 +115,14 @@ class MonitorThread:
         if options.prometheus_port is not None:
             add(open_prometheus(options.prometheus_port, self._now))
         if options.callback is not None:
-            add(_Callback(options.callback, options.every_s))
+            add(_Callback("Monitor(callback=...)", options.callback, options.every_s))
         if wants_view(options):
             if is_terminal(sys.stderr):
                 add(Display())
             elif is_notebook():
                 add(NotebookDisplay())
             elif log.isEnabledFor(logging.INFO):
-                add(LogLines())
+                add(_Callback("the log", _log, _LOG_EVERY_S))
 
     def _now(self) -> Stats | None:
         return self._latest()
@@ -242,30 +243,16 @@ def wants_view(options: Monitor) -> bool:
 
 
 class _Callback:
-    """Calls the user's function."""
+    """Calls a function with each snapshot."""
 
-    about = "Monitor(callback=...)"
-
-    def __init__(self, function: Callable[[Stats], object], every_s: float) -> None:
+    def __init__(self, about: str, function: Callable[[Stats], object], every_s: float) -> None:
+        self.about = about
         self.every_s = every_s
-        self._function = function
-
-    def write(self, stats: Stats) -> None:
-        self._function(stats)
+        self.write = function
 
     def close(self) -> None:
         """Nothing to do."""
 
 
-class LogLines:
-    """Logs a line every half minute."""
-
-    about = "the log"
-    every_s = _LOG_EVERY_S
-
-    def write(self, stats: Stats) -> None:
-        """Log a line."""
-        log.info("%s", log_line(stats))
-
-    def close(self) -> None:
-        """Nothing to do."""
+def _log(stats: Stats) -> None:
+    log.info("%s", log_line(stats))

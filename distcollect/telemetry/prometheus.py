@@ -16,17 +16,38 @@ if TYPE_CHECKING:
 log = logging.getLogger("distcollect")
 
 _JOIN_TIMEOUT_S = 5.0
-_COUNTERS = {
-    *("frames", "episodes", "bytes", "restarts", "env_faults", "lost_frames", "policy_version")
+# Figures of the whole run, with their descriptions. Those that only rise are counters.
+_COUNTERS: dict[str, tuple[str, Callable[[Stats], float]]] = {
+    "frames": ("Frames delivered", lambda s: s.frames),
+    "policy_version": ("Number of times that weights were published", lambda s: s.policy_version),
+    "episodes": ("Episodes that have ended", lambda s: s.episodes.count),
+    "bytes": ("Bytes of the rollouts that were fetched", lambda s: s.num_bytes),
+    "restarts": ("Worker processes that were replaced", lambda s: s.num_restarts),
+    "env_faults": ("How often an env raised", lambda s: s.num_env_faults),
+    "lost_frames": ("Frames that were stepped and not delivered", lambda s: sum(s.lost.values())),
 }
-_OF_WORKERS: dict[str, Callable[[WorkerStats], float]] = {
-    "frames": lambda worker: worker.frames,
-    "frames_per_s": lambda worker: worker.frames_per_s,
-    "lag_mean": lambda worker: worker.lag.mean,
-    "restarts": lambda worker: worker.num_restarts,
-    "env_faults": lambda worker: worker.num_env_faults,
-    "up": lambda worker: worker.state == "ready",
-    "share_wait": lambda worker: worker.times.wait,
+_GAUGES: dict[str, tuple[str, Callable[[Stats], float]]] = {
+    "frames_per_s": ("Recent frames per second", lambda s: s.frames_per_s),
+    "lag_mean": ("Mean policy lag of delivered frames, in versions", lambda s: s.lag.mean),
+    "lag_max": ("Highest policy lag of delivered frames", lambda s: s.lag.max),
+    "episode_return": ("Mean return of the last episodes", lambda s: s.episodes.mean_return),
+    "episode_length": ("Mean length of the last episodes", lambda s: s.episodes.mean_length),
+    "evaluation_return": ("Mean return, last evaluation", lambda s: s.evaluation.mean_return),
+    "evaluation_length": ("Mean length, last evaluation", lambda s: s.evaluation.mean_length),
+    "ready_rollouts": ("Rollouts that are ready", lambda s: s.num_ready),
+    # At the end all workers have left: that is no loss.
+    "workers": (
+        "Workers that are ready",
+        lambda s: math.nan if s.ended else sum(w.state == "ready" for w in s.workers.values()),
+    ),
+}
+_OF_WORKERS: dict[str, tuple[str, Callable[[WorkerStats], float]]] = {
+    "frames": ("Frames delivered", lambda w: w.frames),
+    "frames_per_s": ("Recent frames per second", lambda w: w.frames_per_s),
+    "lag_mean": ("Mean policy lag of delivered frames, in versions", lambda w: w.lag.mean),
+    "restarts": ("How often its process was replaced", lambda w: w.num_restarts),
+    "env_faults": ("How often an env raised", lambda w: w.num_env_faults),
+    "up": ("1 if it is ready", lambda w: w.state == "ready"),
 }
 
 
@@ -52,25 +73,7 @@ def open_prometheus(port: int, latest: Callable[[], Stats | None]) -> Prometheus
 
 def figures(stats: Stats) -> dict[str, float]:
     """The numbers of a snapshot that are plotted over time; unknown ones are left out."""
-    values: dict[str, float] = {
-        "frames": stats.frames,
-        "frames_per_s": stats.frames_per_s,
-        "policy_version": stats.policy_version,
-        "lag_mean": stats.lag.mean,
-        "lag_max": stats.lag.max,
-        "episodes": stats.episodes.count,
-        "episode_return": stats.episodes.mean_return,
-        "episode_length": stats.episodes.mean_length,
-        "evaluation_return": stats.evaluation.mean_return,
-        "evaluation_length": stats.evaluation.mean_length,
-        "bytes": stats.num_bytes,
-        "ready_rollouts": stats.num_ready,
-        "restarts": stats.num_restarts,
-        "env_faults": stats.num_env_faults,
-        "lost_frames": sum(stats.lost.values()),
-    }
-    if not stats.ended:  # at the end all workers have left: that is no loss
-        values["workers"] = sum(w.state == "ready" for w in stats.workers.values())
+    values = {name: of(stats) for name, (_, of) in {**_COUNTERS, **_GAUGES}.items()}
     for who, times in (("trainer", stats.trainer), ("worker", stats.times)):
         values.update((f"{who}_share_{name}", value) for name, value in vars(times).items())
     return dict(_known(values))
@@ -91,30 +94,56 @@ class StatsCollector:
         """All metrics; none before the first batch was asked for."""
         from prometheus_client import metrics_core as core  # noqa: PLC0415 - an extra
 
-        families: dict[str, Any] = {}
-
-        def add(name: str, value: float, **labels: str) -> None:
-            if name not in families:
-                is_counter = name.removeprefix("worker_") in _COUNTERS
-                kind: Any = core.CounterMetricFamily if is_counter else core.GaugeMetricFamily
-                families[name] = kind(f"distcollect_{name}", "", labels=list(labels))
-            families[name].add_metric(list(labels.values()), value)
-
         stats = self._latest()
         if stats is None:
             return
-        for name, value in figures(stats).items():
-            add(name, value)
-        for metric, value in _known(stats.episodes.metrics):
-            add("episode_metric", value, metric=metric)
-        for metric, value in _known(stats.evaluation.metrics):
-            add("evaluation_metric", value, metric=metric)
-        for worker_id, worker in stats.workers.items():
-            for name, of in _OF_WORKERS.items():
-                add(f"worker_{name}", of(worker), worker=str(worker_id))
-            for metric, value in _known(worker.metrics):
-                add("worker_episode_metric", value, worker=str(worker_id), metric=metric)
-        yield from families.values()
+        workers = {str(worker_id): worker for worker_id, worker in stats.workers.items()}
+
+        def family(
+            name: str, about: str, samples: Iterable[tuple[Mapping[str, str], float]]
+        ) -> Any:
+            """A metric, with a sample for each set of labels whose value is known."""
+            is_counter = name.removeprefix("worker_") in _COUNTERS
+            kind: Any = core.CounterMetricFamily if is_counter else core.GaugeMetricFamily
+            known = [(labels, value) for labels, value in samples if not math.isnan(value)]
+            made = kind(f"distcollect_{name}", about, labels=list(known[0][0]) if known else ())
+            for labels, value in known:
+                made.add_metric(list(labels.values()), value)
+            return made
+
+        for name, (about, of) in {**_COUNTERS, **_GAUGES}.items():
+            yield family(name, about, [({}, of(stats))])
+        for name, (about, of_worker) in _OF_WORKERS.items():
+            samples = [({"worker": w}, of_worker(each)) for w, each in workers.items()]
+            yield family(f"worker_{name}", f"{about}, by worker", samples)
+        for name, about, metrics in (
+            ("episode_metric", "Mean of a metric over the last episodes", stats.episodes.metrics),
+            ("evaluation_metric", "The same, last evaluation", stats.evaluation.metrics),
+        ):
+            yield family(name, about, [({"metric": m}, value) for m, value in metrics.items()])
+        yield family(
+            "worker_episode_metric",
+            "Mean of a metric over the last episodes, by worker",
+            [
+                ({"worker": w, "metric": metric}, value)
+                for w, each in workers.items()
+                for metric, value in each.metrics.items()
+            ],
+        )
+        yield family(
+            "trainer_share",
+            "Share of the time of the trainer's thread, by what it did",
+            [({"activity": name}, value) for name, value in vars(stats.trainer).items()],
+        )
+        yield family(
+            "worker_share",
+            "Share of a worker's time, by what it did",
+            [
+                ({"worker": w, "activity": name}, value)
+                for w, each in workers.items()
+                for name, value in vars(each.times).items()
+            ],
+        )
 
 
 class Prometheus:

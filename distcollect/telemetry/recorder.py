@@ -8,7 +8,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from distcollect.results import (
     WorkerStats,
     WorkerTimes,
 )
-from distcollect.rollout.header import Header, WorkReport
+from distcollect.rollout.header import NO_WORK, Header, WorkReport
 from distcollect.telemetry.trace import PushTimes, Trace
 
 Activity = Literal["train", "collect", "weights", "transfer", "assemble"]
@@ -33,6 +33,7 @@ Activity = Literal["train", "collect", "weights", "transfer", "assemble"]
 _Recent: TypeAlias = deque[float]  # of the last episodes
 
 _NO_FRAMES = Frames()
+_TIMES = ("busy_ns", "env_ns", "policy_ns", "swap_ns", "wait_ns", "cpu_ns")
 _RECENT_EPISODES = 100
 _RECENT_FAULTS = 20
 # The recent rate is the rate since the oldest mark in this period.
@@ -48,7 +49,6 @@ class _Tally:
         incarnation: number of its present process.
         work: work of the present process, up to its last rollout.
         before: work of its earlier processes.
-        frames: frames delivered.
         lags: maps a policy lag, in versions, to the number of delivered frames that have it.
         num_bytes: size of its rollouts that were fetched.
         transfer_ns: time in which its rollouts were being fetched.
@@ -59,10 +59,10 @@ class _Tally:
         metrics: for each metric, its values in the last episodes.
     """
 
-    incarnation: int = 0
-    work: WorkReport = field(default_factory=WorkReport)
-    before: WorkReport = field(default_factory=WorkReport)
-    frames: int = 0
+    incarnation: int
+    metrics: dict[str, _Recent]
+    work: WorkReport = NO_WORK
+    before: WorkReport = NO_WORK
     lags: Counter[int] = field(default_factory=Counter)
     num_bytes: int = 0
     transfer_ns: int = 0
@@ -70,16 +70,21 @@ class _Tally:
     num_env_faults: int = 0
     faults_before: int = 0
     num_episodes: int = 0
-    metrics: dict[str, _Recent] = field(default_factory=dict)
+
+    def replaced(self, incarnation: int) -> None:
+        """Count for another process from now on."""
+        self.before, self.work = _sum((self.before, self.work)), NO_WORK
+        self.num_restarts += 1
+        self.faults_before += self.num_env_faults
+        self.num_env_faults = 0
+        self.incarnation = incarnation
 
 
-@dataclass(frozen=True)
-class _Mark:
-    """Frames delivered up to the time ``at``, in total and by worker_id."""
+class _Mark(NamedTuple):
+    """Frames delivered up to the time ``at``, by worker_id."""
 
     at: int
-    frames: int
-    by_worker: Mapping[int, int]
+    frames: Mapping[int, int]
 
 
 class StatsRecorder:
@@ -110,9 +115,7 @@ class StatsRecorder:
         self._activity: Activity = "train"
         self._since = 0
         self._spent: Counter[str] = Counter()
-        self._frames = 0
         self._marks: deque[_Mark] = deque()
-        self._num_episodes = 0
         self._recent: deque[tuple[float, int]] = deque(maxlen=_RECENT_EPISODES)
         self._faults: deque[EnvFault] = deque(maxlen=_RECENT_FAULTS)
         self._num_asked = 0
@@ -158,7 +161,7 @@ class StatsRecorder:
         now = self._clock()
         if self._begun_at is None:
             self._begun_at = now
-            self._marks.append(_Mark(now, 0, {}))
+            self._marks.append(_Mark(now, {}))
         else:
             self._spent[self._activity] += now - self._since
             if self._trace is not None:
@@ -172,17 +175,13 @@ class StatsRecorder:
         with self._lock:
             tally = self._tally(worker_id, incarnation)
             if incarnation != tally.incarnation:
-                tally.before = _sum(tally.before, tally.work)
-                tally.work = WorkReport()
-                tally.num_restarts += 1
-                tally.faults_before += tally.num_env_faults
-                tally.num_env_faults = 0
-                tally.incarnation = incarnation
+                tally.replaced(incarnation)
 
     def collected(self, header: Header, asked_at: int | None = None) -> None:
         """A rollout is ready; ``asked_at``: when it was requested; None: it was collected here."""
         if self._trace is not None:
-            self._trace_rollout(self._trace, header, asked_at)
+            process = None if asked_at is None else (header.worker_id, header.incarnation)
+            self._trace.rollout(process, header.spans, asked_at or 0, self._clock())
         work = header.work
         with self._lock:
             tally = self._tally(header.worker_id, header.incarnation)
@@ -190,17 +189,14 @@ class StatsRecorder:
                 return  # from a process that was replaced
             tally.work = work
             tally.num_env_faults = header.env_faults
-            if header.faults:
-                self._faults.extend(header.faults)
-            if work.returns:
-                tally.num_episodes += len(work.returns)
-                self._num_episodes += len(work.returns)
-                self._recent.extend(zip(work.returns, work.lengths, strict=True))
-            if work.metrics:
-                for name, recent in self._metrics.items():
-                    values = work.metrics.get(name, ())
-                    recent.extend(values)
-                    tally.metrics[name].extend(values)
+            self._faults.extend(header.faults)
+            tally.num_episodes += len(work.returns)
+            self._recent.extend(zip(work.returns, work.lengths, strict=True))
+            metrics = work.metrics or {}
+            for name in self._metrics:
+                values = metrics.get(name, ())
+                self._metrics[name].extend(values)
+                tally.metrics[name].extend(values)
 
     def env_failed(self, worker_id: int, incarnation: int, error: EnvError) -> None:
         """An env of a worker raised too often; no header tells of its last faults."""
@@ -209,13 +205,6 @@ class StatsRecorder:
             if tally.incarnation == incarnation:
                 tally.num_env_faults = error.num_env_faults
                 self._faults.extend(error.env_faults)
-
-    def _trace_rollout(self, trace: Trace, header: Header, asked_at: int | None) -> None:
-        if asked_at is None:
-            trace.rollout_here(header.spans)
-            return
-        now = self._clock()
-        trace.rollout(header.worker_id, header.incarnation, header.spans, asked_at, now)
 
     def pushed(self, push: PushTimes) -> None:
         """Weights were sent."""
@@ -243,11 +232,9 @@ class StatsRecorder:
         """
         with self._lock:
             for worker_id, lags in batch:
-                tally = self._tally(worker_id)
+                counts = self._tally(worker_id).lags
                 for lag, count in lags:
-                    tally.lags[lag] += count
-                    tally.frames += count
-                    self._frames += count
+                    counts[lag] += count
             now = self._clock() if at is None else at
             if now - self._marks[-1].at >= _MARK_EVERY_NS:
                 self._marks.append(self._mark(now))
@@ -261,11 +248,10 @@ class StatsRecorder:
         return tally
 
     def _new_tally(self, incarnation: int = 0) -> _Tally:
-        return _Tally(incarnation, metrics={name: _recent() for name in self._metrics})
+        return _Tally(incarnation, {name: _recent() for name in self._metrics})
 
     def _mark(self, now: int) -> _Mark:
-        by_worker = {worker_id: tally.frames for worker_id, tally in self._tallies.items()}
-        return _Mark(now, self._frames, by_worker)
+        return _Mark(now, {w: tally.lags.total() for w, tally in self._tallies.items()})
 
     def snapshot(
         self,
@@ -286,93 +272,81 @@ class StatsRecorder:
         with self._lock:
             now = self._clock() if self._ended_at is None else self._ended_at
             spent = self._spent.copy()
-            begun_at = now if self._begun_at is None else self._begun_at
             if self._begun_at is not None:
                 spent[self._activity] += now - self._since
-            elapsed_s = (now - begun_at) / 1e9
-            rate_of = self._rates(now)
+            elapsed_s = (now - (now if self._begun_at is None else self._begun_at)) / 1e9
+            missing = {w: self._new_tally() for w in states if w not in self._tallies}
+            tallies = {**self._tallies, **missing}
+            rates = self._rates(now)
+            frames = {worker_id: tally.lags.total() for worker_id, tally in tallies.items()}
+            lags: Counter[int] = Counter()
+            for tally in tallies.values():
+                lags.update(tally.lags)
+            works = {w: _sum((tally.before, tally.work)) for w, tally in tallies.items()}
             workers = {}
-            for worker_id in sorted(self._tallies.keys() | states.keys()):
-                tally = self._tallies.get(worker_id) or self._new_tally()
-                frames = ledger.workers.get(worker_id, _NO_FRAMES) if ledger else _NO_FRAMES
+            for worker_id, tally in sorted(tallies.items()):
+                fate = ledger.workers.get(worker_id, _NO_FRAMES) if ledger else _NO_FRAMES
                 workers[worker_id] = WorkerStats(
                     state=states.get(worker_id, "lost"),
-                    frames=tally.frames,
-                    frames_per_s=rate_of(worker_id),
-                    mean_frames_per_s=tally.frames / elapsed_s if elapsed_s else 0.0,
-                    lag=_lags(tally.lags),
-                    times=_times(_sum(tally.before, tally.work), tally.transfer_ns),
+                    frames=frames[worker_id],
+                    frames_per_s=rates.get(worker_id, 0.0),
+                    mean_frames_per_s=frames[worker_id] / elapsed_s if elapsed_s else 0.0,
+                    lag=Lags(dict(sorted(tally.lags.items()))),
+                    times=_times(works[worker_id], tally.transfer_ns),
                     num_bytes=tally.num_bytes,
                     num_ready=ready.get(worker_id, 0),
                     num_restarts=tally.num_restarts,
                     num_env_faults=tally.faults_before + tally.num_env_faults,
                     num_episodes=tally.num_episodes,
-                    lost=dict(frames.lost),
-                    may_be_lost=frames.at_most,
+                    lost=dict(fate.lost),
+                    may_be_lost=fate.at_most,
                     metrics=_means(tally.metrics),
                 )
-            tallies = list(self._tallies.values())
-            together = WorkReport()
-            lags: Counter[int] = Counter()
-            for tally in tallies:
-                together = _sum(_sum(together, tally.before), tally.work)
-                lags.update(tally.lags)
+            delivered = sum(frames.values())
+            transfer_ns = sum(tally.transfer_ns for tally in tallies.values())
+            num_episodes = sum(each.num_episodes for each in workers.values())
+            total = ledger.total if ledger else _NO_FRAMES
             return replace(
                 about,
                 elapsed_s=elapsed_s,
-                delivered=self._frames,
-                frames_per_s=rate_of(None),
-                mean_frames_per_s=self._frames / elapsed_s if elapsed_s else 0.0,
-                lag=_lags(lags),
-                episodes=_episodes(self._num_episodes, self._recent, _means(self._metrics)),
+                delivered=delivered,
+                frames_per_s=sum(rates.values()),
+                mean_frames_per_s=delivered / elapsed_s if elapsed_s else 0.0,
+                lag=Lags(dict(sorted(lags.items()))),
+                episodes=_episodes(num_episodes, self._recent, _means(self._metrics)),
                 trainer=_shares(spent),
-                times=_times(together, sum(tally.transfer_ns for tally in tallies)),
-                num_bytes=sum(tally.num_bytes for tally in tallies),
+                times=_times(_sum(works.values()), transfer_ns),
+                num_bytes=sum(each.num_bytes for each in workers.values()),
                 num_ready=sum(ready.values()),
                 mean_ready=self._ready_when_asked / max(1, self._num_asked),
-                num_restarts=sum(tally.num_restarts for tally in tallies),
-                num_env_faults=sum(t.faults_before + t.num_env_faults for t in tallies),
+                num_restarts=sum(each.num_restarts for each in workers.values()),
+                num_env_faults=sum(each.num_env_faults for each in workers.values()),
                 env_faults=tuple(self._faults),
-                lost=dict(ledger.total.lost) if ledger else {},
-                may_be_lost=ledger.total.at_most if ledger else 0,
+                lost=dict(total.lost),
+                may_be_lost=total.at_most,
                 workers=workers,
             )
 
-    def _rates(self, now: int) -> Callable[[int | None], float]:
-        """A function that gives the recent frames/s of a worker, or for None of all workers."""
+    def _rates(self, now: int) -> dict[int, float]:
+        """The recent frames/s by worker_id."""
         if not self._marks:
-            return lambda _: 0.0
+            return {}
         first = self._marks[0]
         last = self._marks[-1] if len(self._marks) > 1 else self._mark(now)
         # The rate is taken between two batches: up to now would be too low just before a batch. But
         # when no batch arrives for longer than usual, that has to count.
-        until = last.at
         usual = (last.at - first.at) / max(1, len(self._marks) - 1)
-        if now - last.at > 2 * usual + _MARK_EVERY_NS:
-            until = now
+        until = now if now - last.at > 2 * usual + _MARK_EVERY_NS else last.at
+        if until <= first.at:
+            return {}
         span_s = (until - first.at) / 1e9
-
-        def rate(worker_id: int | None) -> float:
-            if span_s <= 0:
-                return 0.0
-            if worker_id is None:
-                return (last.frames - first.frames) / span_s
-            delivered = last.by_worker.get(worker_id, 0) - first.by_worker.get(worker_id, 0)
-            return delivered / span_s
-
-        return rate
+        return {w: (count - first.frames.get(w, 0)) / span_s for w, count in last.frames.items()}
 
 
-def _sum(one: WorkReport, other: WorkReport) -> WorkReport:
+def _sum(works: Iterable[WorkReport]) -> WorkReport:
     """The sum of their times; episodes are left out, as they belong to single rollouts."""
-    return WorkReport(
-        one.busy_ns + other.busy_ns,
-        one.env_ns + other.env_ns,
-        one.policy_ns + other.policy_ns,
-        one.swap_ns + other.swap_ns,
-        one.wait_ns + other.wait_ns,
-        one.cpu_ns + other.cpu_ns,
-    )
+    works = list(works)
+    return NO_WORK._replace(**{name: sum(getattr(w, name) for w in works) for name in _TIMES})
 
 
 def _times(work: WorkReport, transfer_ns: int) -> WorkerTimes:
@@ -396,10 +370,6 @@ def _times(work: WorkReport, transfer_ns: int) -> WorkerTimes:
 def _shares(spent: Counter[str]) -> TrainerTimes:
     total = sum(spent.values())
     return TrainerTimes(**{name: ns / total for name, ns in spent.items()} if total else {})
-
-
-def _lags(counts: Counter[int]) -> Lags:
-    return Lags(dict(sorted(counts.items())))
 
 
 def _recent() -> _Recent:

@@ -17,9 +17,8 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from distcollect.errors import ArgumentError, ArgumentTypeError
 from distcollect.rollout.header import Span
@@ -46,8 +45,7 @@ _NOTHING: Mapping[str, Any] = {}
 _FULL = "the trace is full: nothing was recorded from here on"
 
 
-@dataclass(frozen=True)
-class PushTimes:
+class PushTimes(NamedTuple):
     """When a version of the weights was sent, in nanoseconds of the trainer's clock.
 
     Attributes:
@@ -172,23 +170,33 @@ class Trace:
             self._doing = activity, begin, end
 
     def rollout(
-        self, worker_id: int, incarnation: int, spans: Sequence[Span], request: int, heard: int
+        self, process: tuple[int, int] | None, spans: Sequence[Span], request: int, heard: int
     ) -> None:
-        """A worker's rollout is ready; ``spans`` are by the worker's clock."""
+        """A rollout is ready.
+
+        Args:
+            process: worker_id and incarnation; None: it was collected in this process.
+            spans: by the clock of the process.
+            request: when the worker was asked for it.
+            heard: when its header arrived.
+        """
         with self._lock:
-            asking = f"ask worker {worker_id}"  # there is one request to a worker at a time
+            if process is None:
+                self._spans(self._trainer, spans)
+                return
+            asking = f"ask worker {process[0]}"  # there is one request to a worker at a time
             self._spans(self._trainer, [(asking, ROLLOUT, request, heard)])
             ours = [span for span in spans if span[0] == STEPS]
             if not ours:
                 return
-            process = self._process(worker_id, incarnation)
-            clock = self._clocks.setdefault(process, ClockOffset())
+            pid = self._process(*process)
+            clock = self._clocks.setdefault(pid, ClockOffset())
             begun = min(begin for _, _, begin, _ in ours)
             ended = max(end for _, _, _, end in ours)
             offset = clock.narrow(request, begun, ended, heard)
             # Viewers drop a span that overlaps another one of its thread, which could happen when
             # the offset changes.
-            earliest = {STEPS: request, WEIGHTS: self._received_until.get(process, 0)}
+            earliest = {STEPS: request, WEIGHTS: self._received_until.get(pid, 0)}
             placed: list[Span] = []
             for thread, name, begin, end in spans:
                 first = min(max(begin + offset, earliest[thread]), heard)
@@ -196,14 +204,9 @@ class Trace:
                 placed.append((thread, name, first, last))
                 if thread == WEIGHTS:
                     earliest[WEIGHTS] = last
-            self._received_until[process] = earliest[WEIGHTS]
+            self._received_until[pid] = earliest[WEIGHTS]
             about = {"clock_ahead_s": -offset / 1e9, "error_s": clock.error_ns / 1e9}
-            self._spans(process, placed, {ROLLOUT: about} if offset else {})
-
-    def rollout_here(self, spans: Sequence[Span]) -> None:
-        """A rollout was collected in this process."""
-        with self._lock:
-            self._spans(self._trainer, spans)
+            self._spans(pid, placed, {ROLLOUT: about} if offset else {})
 
     def fetched(self, worker_id: int, begin: int, end: int) -> None:
         """A rollout was fetched."""
@@ -214,16 +217,12 @@ class Trace:
                 "name": f"fetch from worker {worker_id}",
                 "pid": self._trainer,
                 "tid": self._tid(self._trainer, BATCHES),
-                "id2": {
-                    "local": hex(self._num_fetches)
-                },  # otherwise viewers show it outside of all processes
+                # Otherwise viewers show it outside of all processes.
+                "id2": {"local": hex(self._num_fetches)},
             }
             # Begin and end events: two fetches from one worker may overlap.
             self._put(
-                [
-                    {"ph": "b", **about, "ts": self._us(begin)},
-                    {"ph": "e", **about, "ts": self._us(end)},
-                ]
+                [{"ph": ph, **about, "ts": self._us(at)} for ph, at in (("b", begin), ("e", end))]
             )
 
     def pushed(self, push: PushTimes) -> None:

@@ -311,6 +311,13 @@ def test_it_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert [record.getMessage() for record in caplog.records] == [told.format(1), told.format(2)]
 
 
+def test_of_many_faults_only_the_first_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    faults = [("step", 2)] * 3
+    with caplog.at_level(logging.WARNING, logger="distcollect"):
+        collect(engine_of(Maker(dict.fromkeys(range(3), faults))), 1)
+    assert len(caplog.records) == 5
+
+
 def test_a_reset_of_all_rows_that_raises() -> None:
     maker = Maker({1: [("reset", 2)], 2: [("reset", 2), ("reset", 1)]})
     engine = engine_of(maker, SummingPolicy(), reset_at_each_iter=True)

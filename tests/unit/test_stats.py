@@ -22,6 +22,7 @@ from distcollect.results import (
     LedgerReport,
     Stats,
     TrainerTimes,
+    WorkerStats,
     WorkerTimes,
 )
 from distcollect.rollout.header import NO_WORK, Header, WorkReport
@@ -259,14 +260,19 @@ def test_a_dropped_collector_ends_what_is_told() -> None:
     assert told[-1].frames == 10
 
 
-def test_exposition_has_a_number_in_each_line() -> None:
+def test_exposition_describes_each_metric_and_has_each_sample_once() -> None:
+    workers = {0: WorkerStats(times=WorkerTimes(wait=0.5)), 1: WorkerStats()}
     registry = CollectorRegistry()
-    registry.register(StatsCollector(Stats))
+    registry.register(StatsCollector(lambda: Stats(workers=workers)))
     lines = generate_latest(registry).decode().splitlines()
     assert "distcollect_frames_total 0.0" in lines
-    for line in lines:
-        if not line.startswith(("# HELP ", "# TYPE ")):
-            assert math.isfinite(float(line.split()[1]))
+    assert 'distcollect_worker_share{activity="wait",worker="0"} 0.5' in lines
+    assert 'distcollect_trainer_share{activity="train"} 0.0' in lines
+    described = [line.split(maxsplit=3) for line in lines if line.startswith("# HELP ")]
+    assert all(len(words) == 4 for words in described)
+    samples = [line.rsplit(maxsplit=1) for line in lines if not line.startswith("#")]
+    assert len({name for name, _ in samples}) == len(samples)
+    assert all(math.isfinite(float(value)) for _, value in samples)
 
 
 def test_a_total_that_stands_for_endless_has_a_line_too() -> None:

@@ -77,7 +77,7 @@ def test_spans_are_nested_even_if_clocks_drift_within_a_rollout(tmp_path: Path) 
         noted = [(STEPS, "rollout", theirs(steps[0]), theirs(steps[-1]))]
         noted += [(STEPS, "env", theirs(a), theirs(b)) for a, b in pairwise(steps)]
         received = [(WEIGHTS, "receive", theirs(at), theirs(at + 10**6)) for at in steps[::100]]
-        trace.rollout(0, 0, noted + received, asked, heard)
+        trace.rollout((0, 0), noted + received, asked, heard)
     trace.close()
     events = load(tmp_path / "trace.json")
     assert_nested(events)
@@ -166,7 +166,7 @@ def test_the_file_is_bounded_and_says_so(tmp_path: Path, caplog: pytest.LogCaptu
     trace._thread.join(10)
     events = load(tmp_path / "trace.json")
     trace.fetched(0, 0, US)
-    trace.rollout_here([])
+    trace.rollout(None, [], 0, 0)
     trace.close()
     assert load(tmp_path / "trace.json") == events
     assert len(events) == 51
