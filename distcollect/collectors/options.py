@@ -181,7 +181,7 @@ class CollectorOptions:
     @cached_property
     def devices(self) -> Devices:
         """The three devices, with ``device`` as their default."""
-        return validation.same_devices(self.given_devices)
+        return Devices.of(self.given_devices)
 
     @cached_property
     def named_models(self) -> dict[str, nn.Module]:

@@ -316,16 +316,23 @@ class Devices(NamedTuple):
 
     @classmethod
     def of(cls, given: Mapping[str, Any], *, elsewhere: bool = False) -> Devices:
-        """Read single devices; that named "device" replaces each of the others that is None.
+        """Read the devices; that named "device" replaces each of the others that is None.
 
         Args:
-            given: the arguments, by name.
+            given: the arguments, by name; a list must have the same device for each worker.
             elsewhere: the envs and policies are on other hosts, which may have devices that this
                 one lacks.
 
         Raises:
             ArgumentError: torch knows no such device, or this process needs it and doesn't have it.
         """
+        for name, value in given.items():
+            if isinstance(value, list | tuple) and len({str(each) for each in value}) != 1:
+                raise ArgumentError(
+                    f"{name}={value!r}: all workers have the same device here: give one device. If "
+                    "their policies are to compute on different ones, choose it in policy_factory"
+                )
+        given = {n: v[0] if isinstance(v, list | tuple) else v for n, v in given.items()}
         elsewhere = elsewhere or current() is not None
 
         def found(name: str, *, here: bool) -> torch.device | None:
@@ -356,21 +363,6 @@ def _device(name: str, value: Any, here: bool) -> torch.device:
                 "or 'cpu'"
             )
     return device
-
-
-def same_devices(given: Mapping[str, Any]) -> Devices:
-    """The devices of a collector without workers; a list must have the same one for each.
-
-    Raises:
-        ArgumentError: as :meth:`Devices.of`, or a list has different ones.
-    """
-    for name, value in given.items():
-        if isinstance(value, list | tuple) and len({str(each) for each in value}) != 1:
-            raise ArgumentError(
-                f"{name}={value!r}: all workers have the same device here: give one device. If "
-                "their policies are to compute on different ones, choose it in policy_factory"
-            )
-    return Devices.of({n: v[0] if isinstance(v, list | tuple) else v for n, v in given.items()})
 
 
 def worker_devices(

@@ -43,9 +43,12 @@ _WITHOUT_EFFECT = {
     "interruptor": "use preemptive_threshold or batch_deadline_s",
     "ray_init_config": "a RayDataCollector takes it, whose workers Ray starts",
     "remote_configs": "a RayDataCollector takes it, whose workers Ray starts",
+    "weight_recv_schemes": "workers receive weights by themselves: leave weight_recv_schemes out",
     "worker_idx": "worker_ids are given out by the collector",
 }
-_REFUSED = ("interruptor", "ray_init_config", "remote_configs", "worker_idx")
+_REFUSED = (
+    "interruptor", "ray_init_config", "remote_configs", "weight_recv_schemes", "worker_idx",
+)  # fmt: skip
 
 # The collectors inside of a worker that TorchRL needs, and ours do without.
 _INNER_CLASSES = {
@@ -130,7 +133,7 @@ def _check_without_effect(name: str, value: Any, own_names: Set[str]) -> None:
     if name not in _WITHOUT_EFFECT:
         raise ArgumentTypeError(unknown_argument(name, own_names))
     advice = _WITHOUT_EFFECT[name]
-    if value is None or value is False or not advice:
+    if value is None or value is False or value == {} or not advice:
         return
     if name in _REFUSED:
         raise ArgumentError(f"{name}={value!r} makes no sense here: {advice}")

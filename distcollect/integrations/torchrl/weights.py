@@ -204,7 +204,7 @@ def _unknown_model(name: str) -> str:
 
 
 def take_schemes(names: dict[str, Any], arguments: dict[str, Any], own: Collection[str]) -> None:
-    """Take TorchRL's two arguments with weight-sync schemes out of ``names``.
+    """Take TorchRL's argument with weight-sync schemes out of ``names``.
 
     Args:
         names: arguments, by name, that the collector doesn't have.
@@ -212,15 +212,17 @@ def take_schemes(names: dict[str, Any], arguments: dict[str, Any], own: Collecti
         own: the names of all arguments that the collector has.
 
     Raises:
-        ArgumentTypeError: an argument is not a dict of schemes.
+        ArgumentTypeError: it is not a dict of schemes.
         ArgumentError: a scheme can't be used here.
     """
-    if _schemes(names, "weight_recv_schemes"):
-        raise ArgumentError(
-            "weight_recv_schemes is for the processes of a TorchRL collector that receive weights. "
-            "Workers of distcollect do so by themselves: leave weight_recv_schemes out"
+    schemes = names.pop("weight_sync_schemes", None) or {}
+    if not isinstance(schemes, Mapping) or not all(
+        _is_torchrl(scheme, "WeightSyncScheme") for scheme in schemes.values()
+    ):
+        raise ArgumentTypeError(
+            f"weight_sync_schemes={schemes!r}: must be a dict of names to TorchRL's weight-sync "
+            "schemes; you may leave it out, as distcollect sends the weights by itself"
         )
-    schemes = _schemes(names, "weight_sync_schemes")
     if not schemes:
         return
     if "weight_updater" not in own:
@@ -260,18 +262,6 @@ def take_schemes(names: dict[str, Any], arguments: dict[str, Any], own: Collecti
             UserWarning,
             stacklevel=users_stack_level(),
         )
-
-
-def _schemes(names: dict[str, Any], argument: str) -> Mapping[str, Any]:
-    given = names.pop(argument, None) or {}
-    if isinstance(given, Mapping) and all(
-        _is_torchrl(s, "WeightSyncScheme") for s in given.values()
-    ):
-        return given
-    raise ArgumentTypeError(
-        f"{argument}={given!r}: must be a dict of names to TorchRL's weight-sync schemes; you may "
-        "leave it out, as distcollect sends the weights by itself"
-    )
 
 
 def _is_updater(given: object) -> bool:
