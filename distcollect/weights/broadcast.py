@@ -135,9 +135,7 @@ class BroadcastUpdater(WeightUpdaterBase):
         self._backends = [backend_named(name) for name in names]
         self._groups = Groups()
         self._names: dict[tuple[Any, ...], str] = {}
-        self._left: deque[tuple[float, GroupMember]] = (
-            deque()
-        )  # (when it was left, its first member)
+        self._left: deque[tuple[float, GroupMember]] = deque()  # when it was left, first member
         self._counter = itertools.count()
         self._store: Any = None
         self._current: BroadcastSource | None = None
@@ -220,8 +218,8 @@ class BroadcastUpdater(WeightUpdaterBase):
         for left, name in [item for item in self._names.items() if item[1] not in existing]:
             del self._names[left]
             self._worked.discard(name)
-            place = GroupMember(name, 0, len(left), self._context.timeout_s, left[0])
-            self._left.append((time.monotonic(), place))
+            member = GroupMember(name, 0, len(left), self._context.timeout_s, left[0])
+            self._left.append((time.monotonic(), member))
         self._clear_store()
         if members not in self._names:
             self._names[members] = f"weights{next(self._counter)}"
@@ -245,9 +243,9 @@ class BroadcastUpdater(WeightUpdaterBase):
         # A member that is late may need it until then.
         deadline = time.monotonic() - self._context.timeout_s
         while self._left and self._left[0][0] < deadline:
-            _, place = self._left.popleft()
-            for key in backend_named(place.backend).keys(place):
-                self._store.delete_key(f"{place.group}/{key}")
+            _, member = self._left.popleft()
+            for key in backend_named(member.backend).keys(member):
+                self._store.delete_key(f"{member.group}/{key}")
 
     def send(self, payload: torch.Tensor) -> None:
         assert self._current is not None
@@ -265,15 +263,15 @@ class BroadcastUpdater(WeightUpdaterBase):
         for site in self._sites:
             del self._failures[self._current.backend, site]
 
-    def _note_failure(self, place: GroupMember, error: RuntimeError) -> None:
+    def _note_failure(self, member: GroupMember, error: RuntimeError) -> None:
         """If it keeps failing where it never worked, the next backend takes its place."""
-        if place.group in self._worked or place.backend == self._backends[-1].name:
+        if member.group in self._worked or member.backend == self._backends[-1].name:
             return
-        self._failures.update((place.backend, site) for site in self._sites)
-        if any(self._failures[place.backend, site] >= _MAX_FAILURES for site in self._sites):
+        self._failures.update((member.backend, site) for site in self._sites)
+        if any(self._failures[member.backend, site] >= _MAX_FAILURES for site in self._sites):
             log.warning(
                 "weights are not broadcast by %s any more where it failed %d times: %s",
-                place.backend,
+                member.backend,
                 _MAX_FAILURES,
                 error,
             )

@@ -28,7 +28,7 @@ _environment_lock = threading.Lock()
 
 @dataclass(frozen=True)
 class GroupMember:
-    """A member's place in a process group.
+    """A member of a process group.
 
     Attributes:
         group: the group's name.
@@ -74,16 +74,16 @@ class GroupBackend(ABC):
         return ""
 
     @abstractmethod
-    def make(self, store: Any, place: GroupMember, address: str) -> Any:
+    def make(self, store: Any, member: GroupMember, address: str) -> Any:
         """A process group, without waiting for other members.
 
         Args:
             store: where the members of this group, and no others, find each other.
-            place: of this process.
+            member: this process's place in it.
             address: this host's, on the interface to use.
         """
 
-    def keys(self, place: GroupMember) -> list[str]:
+    def keys(self, member: GroupMember) -> list[str]:
         """The keys that the group leaves in its store."""
         return []
 
@@ -98,11 +98,11 @@ class GlooBackend(GroupBackend):
         missing = missing_gloo_parts()
         return f"torch {torch.__version__} lacks {', '.join(missing)}" if missing else ""
 
-    def make(self, store: Any, place: GroupMember, address: str) -> Any:
-        return gloo_group(store, place.rank, place.size, address)
+    def make(self, store: Any, member: GroupMember, address: str) -> Any:
+        return gloo_group(store, member.rank, member.size, address)
 
-    def keys(self, place: GroupMember) -> list[str]:
-        return [f"0/{rank}" for rank in range(place.size)]
+    def keys(self, member: GroupMember) -> list[str]:
+        return [f"0/{rank}" for rank in range(member.size)]
 
 
 class NcclBackend(GroupBackend):
@@ -120,12 +120,12 @@ class NcclBackend(GroupBackend):
             f"(trainer first){lacks}"
         )
 
-    def make(self, store: Any, place: GroupMember, address: str) -> Any:
+    def make(self, store: Any, member: GroupMember, address: str) -> Any:
         name_interface(address)
         with _without_watchdog():
-            return dist.ProcessGroupNCCL(store, place.rank, place.size, place.timeout)
+            return dist.ProcessGroupNCCL(store, member.rank, member.size, member.timeout)
 
-    def keys(self, place: GroupMember) -> list[str]:
+    def keys(self, member: GroupMember) -> list[str]:
         return ["0"]
 
 
@@ -145,14 +145,14 @@ class RegisteredBackend(GroupBackend):
             f"{[gpu or 'cpu' for gpu in gpus]} (trainer first)"
         )
 
-    def make(self, store: Any, place: GroupMember, address: str) -> Any:
+    def make(self, store: Any, member: GroupMember, address: str) -> Any:
         make = torch_backends.creator(self.name)
         if make is None:
             raise ArgumentError(
                 f"WeightSync(backend={self.name!r}): no such backend is registered in this "
                 "process; register it on trainer and workers, there for example in init_fn"
             )
-        return make(store, place.rank, place.size, place.timeout)
+        return make(store, member.rank, member.size, member.timeout)
 
 
 def backend_named(name: str) -> GroupBackend:

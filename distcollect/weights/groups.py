@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from distcollect.weights.group_backends import GroupMember, backend_named
 # Torch declares no types for its stores and process groups.
 dist: Any = torch.distributed
 
-# Between two looks at a broadcast: this share of the time that it has taken so far.
+# Between two polls of a broadcast: this share of the time that it has taken so far.
 _PAUSE_SHARE, _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 0.0001, 0.02
 # How long after a broadcast was given up its backend may still say why it failed.
 _LAST_WORD_S = 0.2
@@ -26,78 +26,119 @@ _LAST_WORD_S = 0.2
 _ABORT_TIMEOUT_S = 2.0
 
 
-class _PendingBroadcast:
-    """What a broadcast needs until it has ended, also if nobody waits for it any more.
-
-    It is kept in no local variable, so that the traceback of an error doesn't keep it alive.
+class _Broadcast:
+    """A broadcast on a thread of its own, as it may hang in each call of the backend.
 
     Attributes:
-        group: the process group; None: it was left.
-        flat: what is broadcast.
-        work: the broadcast; None: it has not begun.
         error: why it failed.
-        is_over: whether nothing is read or written any more.
+        failed: set with the error.
+        settled: set when it has ended, or when nobody waits for it any more.
     """
 
-    def __init__(self, group: Any, flat: torch.Tensor) -> None:
-        self.group = group
-        self.flat: torch.Tensor | None = flat
-        self.work: Any = None
+    def __init__(self, group: Any, member: GroupMember, flat: torch.Tensor) -> None:
+        """Broadcast ``flat`` in ``group``."""
         self.error: Exception | None = None
-        self.is_over = False
+        self.failed = threading.Event()
+        self.settled = threading.Event()
+        self._group = group
+        self._member = member
+        self._flat: torch.Tensor | None = flat
+        self._work: Any = None
+        self._backend = backend_named(member.backend)
+        self._given_up = threading.Event()
+        self._aborted = threading.Event()
+        self._polling = threading.Lock()
 
-    def look(self) -> bool:
-        """Whether it has ended, could not begin, or can't be looked at."""
-        if self.error is None:
-            try:
-                ended: bool = self.work.is_completed()
-            except Exception as error:  # noqa: BLE001 - raised again by what waits for it
-                self.error = error
-            else:
-                return ended
-        return True
-
-    def finish(self) -> None:
-        """Take the outcome of a broadcast that has ended."""
+    def run(self) -> None:
+        """Begin, and wait for the end, also if nobody else waits for it any more."""
+        options = dist.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        options.timeout = self._member.timeout
         try:
-            if self.error is None:
-                self.work.wait()
-        except Exception as error:  # noqa: BLE001 - raised again by what waits for it
-            self.error = error
-        self.is_over = True
-
-    def release(self) -> None:
-        """Drop all references."""
-        self.group = self.flat = self.work = None
-
-
-class _BroadcastCancel:
-    """How a broadcast that is under way is ended early.
-
-    Attributes:
-        given_up: set when nobody waits for it any more.
-        aborted: set once an abort of its group has returned.
-    """
-
-    def __init__(self) -> None:
-        self.given_up = threading.Event()
-        self.aborted = threading.Event()
-        self._lock = threading.Lock()
+            self._work = self._group.broadcast([self._flat], options)
+        except Exception as error:  # noqa: BLE001 - raised again by who waits for it
+            self._fail(error)
+        else:
+            if self._given_up.is_set():
+                self.abort(self._group)  # the first abort came too early to end this
+            if not self._ends():
+                _stuck.append(self)
+                self.settled.set()
+                return
+            try:
+                self._work.wait()
+            except Exception as error:  # noqa: BLE001 - raised again by who waits for it
+                self._fail(error)
+        self.settled.set()
+        # An error's traceback may keep this alive, but not the memory.
+        self._group = self._flat = self._work = None
 
     def give_up(self) -> None:
-        """Wait no longer; when this returns, no :meth:`look` is under way."""
-        with self._lock:
-            self.given_up.set()
+        """Wait no longer; when this returns, the broadcast is polled no more before an abort."""
+        with self._polling:
+            self._given_up.set()
+        self.settled.set()
 
-    def look(self, held: _PendingBroadcast) -> bool:
-        """Whether the broadcast was given up, or has ended."""
-        with self._lock:
-            return self.given_up.is_set() or held.look()
+    def abort(self, group: Any) -> None:
+        """Abort the group, which ends this after :meth:`give_up`."""
+        try:
+            if self._backend.needs_abort:
+                _abort(group)
+        finally:
+            self._aborted.set()
+
+    def check(self) -> None:
+        """Raise RuntimeError if it failed, was given up, or has not ended in time."""
+        name, backend = self._member.group, self._backend
+        if self._given_up.is_set() or not self.settled.is_set():
+            # A backend that refuses may have told another member first, who then broke it off.
+            if backend.needs_abort:
+                self.failed.wait(_LAST_WORD_S)
+            said = "" if self.error is None else f" ({backend.name}: {self.error})"
+            raise RuntimeError(
+                f"the broadcast in process group {name} was given up: a member is gone, or it "
+                f"took longer than {self._member.timeout_s:g} s{said}"
+            )
+        if self.error is not None:
+            raise RuntimeError(
+                f"{backend.name} could not broadcast in process group {name}: {self.error}"
+            ) from self.error
+
+    def _fail(self, error: Exception) -> None:
+        self.error = error
+        self.failed.set()
+
+    def _ends(self) -> bool:
+        """Wait for the end, or after :meth:`give_up` for each step of the abort.
+
+        It polls with pauses that grow with the time. Torch could also call a function here, or wait
+        for the work itself. But if the work fails while the interpreter shuts down, then C++ code
+        with an exception on its way can't take the interpreter's lock, and aborts the process.
+        """
+        limit_s = 2 * self._member.timeout_s
+        begin = time.monotonic()
+        while (elapsed := time.monotonic() - begin) < limit_s:
+            with self._polling:
+                if not self._given_up.is_set() or self._aborted.is_set():
+                    try:
+                        if self._work.is_completed():
+                            return True
+                    except Exception as error:  # noqa: BLE001 - raised again by who waits for it
+                        self._fail(error)  # which tells nothing of whether it has ended
+                        return False
+            # Torch aborts under a lock that a poll waits for while it holds the interpreter's lock.
+            # So a poll during an abort would stop all threads until the abort has returned.
+            is_aborting = self._given_up.is_set() and not self._aborted.is_set()
+            if is_aborting:
+                self._aborted.wait(limit_s)
+            else:
+                time.sleep(min(max(elapsed * _PAUSE_SHARE, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S))
+        return False
 
 
 # Broadcasts that perhaps have not ended, though their group was aborted: their memory is not used
 # again.
-_stuck: list[_PendingBroadcast] = []
+_stuck: list[_Broadcast] = []
 
 
 class Groups:
@@ -106,7 +147,7 @@ class Groups:
     def __init__(self) -> None:
         self._groups: OrderedDict[str, tuple[Any, GroupMember]] = OrderedDict()
         self._lock = threading.Lock()
-        self._under_way: dict[str, _BroadcastCancel] = {}
+        self._under_way: dict[str, _Broadcast] = {}
         self._aborting: list[threading.Thread] = []
 
     @property
@@ -121,18 +162,18 @@ class Groups:
             if name not in names:
                 self.drop(name)
 
-    def join(self, place: GroupMember, store: Any, address: str) -> None:
+    def join(self, member: GroupMember, store: Any, address: str) -> None:
         """Join a group if this process is not in it yet, without waiting for the other members."""
         with self._lock:
-            joined = self._groups.get(place.group)
+            joined = self._groups.get(member.group)
         if joined is None:
-            prefixed = dist.PrefixStore(place.group, store)
-            joined = backend_named(place.backend).make(prefixed, place, address), place
+            prefixed = dist.PrefixStore(member.group, store)
+            joined = backend_named(member.backend).make(prefixed, member, address), member
         with self._lock:
-            self._groups[place.group] = joined
-            self._groups.move_to_end(place.group)
+            self._groups[member.group] = joined
+            self._groups.move_to_end(member.group)
 
-    def broadcast(self, place: GroupMember, flat: torch.Tensor) -> None:
+    def broadcast(self, member: GroupMember, flat: torch.Tensor) -> None:
         """Broadcast ``flat`` from rank 0; all members of the group must do so together.
 
         Raises:
@@ -140,39 +181,42 @@ class Groups:
                 called. The group is dropped then; ``flat`` may be torn, and may still be written
                 to.
         """
-        ending = _BroadcastCancel()
         with self._lock:
-            group, _ = self._groups.get(place.group, (None, None))
-            held = _PendingBroadcast(group, flat)
-            del group
-            self._under_way[place.group] = ending
+            if member.group not in self._groups:
+                raise RuntimeError(f"process group {member.group} was left before its broadcast")
+            broadcast = _Broadcast(self._groups[member.group][0], member, flat)
+            self._under_way[member.group] = broadcast
         try:
-            _broadcast(held, place, ending)
+            threading.Thread(target=broadcast.run, daemon=True).start()
+            broadcast.settled.wait(member.timeout_s)
+            broadcast.check()
         except RuntimeError:
-            self.drop(place.group)
-            if not backend_named(place.backend).needs_abort:
-                # Destroying the group waits for the broadcast to end, which Gloo can't cancel.
-                run_aside(_destroy, held, place)
+            self.drop(member.group)
             raise
         finally:
             with self._lock:
-                del self._under_way[place.group]
+                del self._under_way[member.group]
 
     def drop(self, name: str) -> None:
         """Leave a group; a broadcast of it that is under way here fails at once."""
         with self._lock:
-            group, place = self._groups.pop(name, (None, None))
-            ending = self._under_way.get(name)
-        if ending is not None:
+            group, member = self._groups.pop(name, (None, None))
+            broadcast = self._under_way.get(name)
+        if broadcast is not None:
             # Before the abort: what was aborted can't be told from what was completed.
-            ending.give_up()
-        if place is not None and backend_named(place.backend).needs_abort:
+            broadcast.give_up()
+        if member is None:
+            return
+        if backend_named(member.backend).needs_abort:
             # An abort may block, as a member that is being connected can't be aborted.
-            thread = run_aside(_abort, group, ending)
+            abort = _abort if broadcast is None else broadcast.abort
+            thread = run_aside(abort, group)
             with self._lock:
                 self._aborting = [each for each in self._aborting if each.is_alive()]
                 if thread is not None:
                     self._aborting.append(thread)
+        elif broadcast is not None:
+            broadcast.abort(group)
 
     def close(self) -> None:
         """Leave all groups."""
@@ -184,104 +228,6 @@ class Groups:
             thread.join(max(0.0, deadline - time.monotonic()))
 
 
-def _abort(group: Any, ending: _BroadcastCancel | None) -> None:
-    try:
-        with contextlib.suppress(RuntimeError):  # it took longer than the group's timeout
-            group.abort()
-    finally:
-        if ending is not None:
-            ending.aborted.set()
-
-
-def _broadcast(held: _PendingBroadcast, place: GroupMember, ending: _BroadcastCancel) -> None:
-    """Broadcast in the group that is held."""
-    if held.group is None:
-        raise RuntimeError(f"process group {place.group} was left before its broadcast")
-    backend, given_up = backend_named(place.backend), ending.given_up
-    if backend.needs_abort:
-        # The first broadcast connects all members, and waits for a dead one without an end.
-        threading.Thread(target=_broadcast_aside, args=(held, place, ending), daemon=True).start()
-        is_over = _comes(lambda: held.is_over, given_up, place.timeout_s)
-        is_over = is_over and not given_up.is_set()
-    else:
-        _begin(held, place)
-        is_over = _comes(held.look, given_up, place.timeout_s)
-        if is_over:
-            held.finish()
-    if not is_over:
-        # A backend that refuses may have told another member first, who then broke it off.
-        if backend.needs_abort:
-            _comes(lambda: held.error is not None, threading.Event(), _LAST_WORD_S)
-        said = "" if held.error is None else f" ({backend.name}: {held.error})"
-        raise RuntimeError(
-            f"the broadcast in process group {place.group} was given up: a member is gone, or it "
-            f"took longer than {place.timeout_s:g} s{said}"
-        )
-    if held.error is not None:
-        raise RuntimeError(
-            f"{backend.name} could not broadcast in process group {place.group}: {held.error}"
-        ) from held.error
-
-
-def _begin(held: _PendingBroadcast, place: GroupMember) -> None:
-    options = dist.BroadcastOptions()
-    options.rootRank = 0
-    options.rootTensor = 0
-    options.timeout = place.timeout
-    try:
-        held.work = held.group.broadcast([held.flat], options)
-    except Exception as error:  # noqa: BLE001 - raised again by what waits for it
-        held.error = error
-
-
-def _broadcast_aside(held: _PendingBroadcast, place: GroupMember, ending: _BroadcastCancel) -> None:
-    """Broadcast on a thread of its own: it may hang in each call of the backend."""
-    _begin(held, place)
-    has_begun = held.error is None
-    if has_begun and ending.given_up.is_set():
-        _abort(held.group, None)  # the first abort came too early to end this
-    has_ended = _ends(held, ending, 2 * place.timeout_s)
-    if has_ended and has_begun and held.error is not None:  # a look failed, and told nothing
-        held.is_over = True
-        has_ended = False
-    if has_ended:
-        held.finish()
-        held.release()
-    else:
-        _stuck.append(held)
-
-
-def _ends(held: _PendingBroadcast, ending: _BroadcastCancel, limit_s: float) -> bool:
-    """Wait for a broadcast to end, or for each step of its abort, up to ``limit_s``."""
-    never = threading.Event()
-    if not _comes(lambda: ending.look(held), never, limit_s):
-        return False
-    if not ending.given_up.is_set() or held.error is not None:
-        return True
-    # Torch aborts under a lock that a look waits for while it holds the interpreter's lock. So a
-    # look during an abort would stop all threads of this process until the abort has returned.
-    return ending.aborted.wait(limit_s) and _comes(held.look, never, limit_s)
-
-
-def _comes(condition: Callable[[], bool], given_up: threading.Event, timeout_s: float) -> bool:
-    """Wait for ``condition`` up to ``timeout_s``, or until it is given up; whether it has come.
-
-    It looks again and again, with pauses that grow with the time. Torch could also call a function
-    here, or wait for the work itself. But if the work fails while the interpreter shuts down, then
-    C++ code with an exception on its way can't take the interpreter's lock, and aborts the process.
-    """
-    begin = time.monotonic()
-    while not condition():
-        elapsed = time.monotonic() - begin
-        pause_s = min(max(elapsed * _PAUSE_SHARE, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S)
-        if elapsed > timeout_s or given_up.wait(pause_s):
-            return condition()
-    return True
-
-
-def _destroy(held: _PendingBroadcast, place: GroupMember) -> None:
-    """Drop the references to a broadcast that was given up once it has ended."""
-    if held.work is not None:
-        _comes(held.look, threading.Event(), 2 * place.timeout_s)
-        held.finish()
-    held.release()
+def _abort(group: Any) -> None:
+    with contextlib.suppress(RuntimeError):  # it took longer than the group's timeout
+        group.abort()

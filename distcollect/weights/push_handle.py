@@ -5,23 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from distcollect.common.replies import WAKEUP_INTERVAL_S, Wakeup
 from distcollect.errors import DistCollectError, WeightsTimeout
-
-
-@dataclass
-class PushRecord:
-    """What is measured when a version is sent.
-
-    Attributes:
-        timings: see :attr:`PushHandle.timings`.
-        num_bytes: see :attr:`PushHandle.num_bytes`.
-    """
-
-    timings: dict[str, float] = field(default_factory=dict)
-    num_bytes: int = 0
 
 
 class PushHandle:
@@ -30,14 +16,18 @@ class PushHandle:
     Attributes:
         version: the policy_version that is being sent.
         worker_ids: the workers that it is sent to.
+        timings: how long the push took, in seconds; empty before it was sent: "ready_s" until the
+            workers were ready, "transfer_s" for the weights, "acknowledge_s" until the last had
+            acknowledged, "total_s" since the publication. Stays empty if a newer version was sent
+            in its place.
+        num_bytes: size of what was sent to each worker; 0 if a newer version was sent in its place.
     """
 
-    def __init__(
-        self, version: int, worker_ids: Sequence[int], record: PushRecord, timeout_s: float
-    ) -> None:
+    def __init__(self, version: int, worker_ids: Sequence[int], timeout_s: float) -> None:
         self.version = version
         self.worker_ids = tuple(worker_ids)
-        self._record = record
+        self.timings: dict[str, float] = {}
+        self.num_bytes = 0
         self._timeout_s = timeout_s
         self._lock = threading.RLock()
         self._changed = Wakeup()
@@ -54,21 +44,6 @@ class PushHandle:
             }
         told = "; ".join(f"{what} {workers}" for what, workers in parts.items() if workers)
         return f"<PushHandle: version {self.version}; workers: {told or 'none'}>"
-
-    @property
-    def timings(self) -> dict[str, float]:
-        """How long the push took, in seconds; empty before it was sent.
-
-        "ready_s" until the workers were ready, "transfer_s" for the weights, "acknowledge_s" until
-        the last had acknowledged, "total_s" since the publication. Stays empty if a newer version
-        was sent in its place.
-        """
-        return dict(self._record.timings)
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of what was sent to each worker; 0 if a newer version was sent in its place."""
-        return self._record.num_bytes
 
     @property
     def acknowledged(self) -> dict[int, int]:
@@ -120,12 +95,9 @@ class PushHandle:
             raise next(iter(left_out.values())).with_traceback(None)
 
     def _waited_for(self) -> list[int]:
+        """The workers of which nothing is known yet; else those that get it, if none has it yet."""
         with self._lock:
-            return self._open() or self._awaited()
-
-    def _awaited(self) -> list[int]:
-        """The workers that get it later, if none has it yet."""
-        return [] if self._acknowledged else sorted(self._later)
+            return self._open() or ([] if self._acknowledged else sorted(self._later))
 
     def _open(self) -> list[int]:
         """The workers of which nothing is known yet."""

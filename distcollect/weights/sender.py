@@ -15,7 +15,6 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -30,27 +29,12 @@ from distcollect.policy.weight_layout import WeightEncoding, WeightLayout, check
 from distcollect.telemetry.trace import PushTimes
 from distcollect.transport.protocol import Transport
 from distcollect.transport.worker_service import Push, WeightSource, WorkerService
-from distcollect.weights.push_handle import PushHandle, PushRecord
+from distcollect.weights.push_handle import PushHandle
 from distcollect.weights.slots import PlannedPush, Publication, WeightSlots
 from distcollect.weights.transfer import Answers, Transfer
 from distcollect.weights.updaters import WeightUpdaterBase
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _Payload:
-    """What travels of a publication.
-
-    Attributes:
-        data: uint8 ``[N]``.
-        encoding: how the weights lie in it.
-        base: the version that the receivers need to have, if not all weights travel.
-    """
-
-    data: torch.Tensor
-    encoding: WeightEncoding
-    base: int
 
 
 class WeightSender:
@@ -113,10 +97,9 @@ class WeightSender:
         """
         # For all to be ready, to be sent to and to acknowledge.
         limit_s = self._options.ready_timeout_s + 2 * self._timeout_s
-        record = PushRecord()
-        handle = PushHandle(version, sorted(worker_ids), record, limit_s)
+        handle = PushHandle(version, sorted(worker_ids), limit_s)
         with self._lock:
-            self._slots.publish(flat, clock_ns(), handle, record)
+            self._slots.publish(flat, clock_ns(), handle)
         self._thread.submit(self._send_all)
         return handle
 
@@ -200,8 +183,8 @@ class WeightSender:
     def _send(self, push: PlannedPush) -> None:
         publication = push.publication
         begin_ns = clock_ns()
-        payload = self._payload(push)
-        sources = self._updater.sources(payload.data, push.receivers)
+        data, encoding, base = self._payload(push)
+        sources = self._updater.sources(data, push.receivers)
         together, relays = self._updater.together, self._updater.relays
         if left_out := push.receivers.keys() - sources.keys() - relays.keys():
             raise WorkerError(f"{self._updater!r} has no source for workers {sorted(left_out)}")
@@ -212,18 +195,18 @@ class WeightSender:
         message = partial(
             Push,
             publication.version,
-            encoding=payload.encoding,
-            num_bytes=payload.data.nbytes,
-            checksum=checksum(payload.data),
-            base=payload.base,
+            encoding=encoding,
+            num_bytes=data.nbytes,
+            checksum=checksum(data),
+            base=base,
             epoch=publication.epoch,
             changes_follow=self._options.changes_only,
         )
         if not self._all_ready(first, preparing):
             return  # those that are ready come again, as a group without the others
         ready_ns = clock_ns()
-        transfer = self._transfer(first, sources, message, together=together)
-        self._send_payload(transfer, payload.data)
+        transfer = self._begin(first, sources, message, together=together)
+        self._send_payload(transfer, data)
         sent_ns = clock_ns()
         self._finish(transfer, ready_ns)
         # Those of a relay that failed come again, with another relay.
@@ -234,21 +217,21 @@ class WeightSender:
         }
         if places:
             begin_relayed_ns = clock_ns()
-            relayed = self._transfer(push.only(places), places, message, together=False)
+            relayed = self._begin(push.only(places), places, message, together=False)
             self._finish(relayed, begin_relayed_ns)
         end_ns = clock_ns()
-        publication.record.num_bytes = payload.data.nbytes
-        publication.record.timings.update(
-            ready_s=(ready_ns - begin_ns) / 1e9,
-            transfer_s=(sent_ns - ready_ns) / 1e9,
-            acknowledge_s=(end_ns - sent_ns) / 1e9,
-            total_s=(end_ns - publication.published_ns) / 1e9,
-        )
+        publication.handle.num_bytes = data.nbytes
+        publication.handle.timings = {
+            "ready_s": (ready_ns - begin_ns) / 1e9,
+            "transfer_s": (sent_ns - ready_ns) / 1e9,
+            "acknowledge_s": (end_ns - sent_ns) / 1e9,
+            "total_s": (end_ns - publication.published_ns) / 1e9,
+        }
         self.on_pushed(PushTimes(publication.version, begin_ns, ready_ns, sent_ns, end_ns))
         if self._options.changes_only:
             self._last = publication
 
-    def _transfer(
+    def _begin(
         self,
         push: PlannedPush,
         sources: Mapping[int, WeightSource],
@@ -263,35 +246,22 @@ class WeightSender:
             self._transport, self._updater, push, answers, self._patience_s, together=together
         )
 
-    def _finish(self, transfer: Transfer, begin_ns: int) -> None:
-        """Wait for the acknowledgements, and note what became of each receiver."""
-        late = self._late(transfer)
-        # The connection with a receiver that failed may be in any state.
-        for worker_id, answer in transfer.answers.items():
-            if worker_id in late or answer.exception() is not None:
-                self._updater.forget(transfer.push.receivers[worker_id])
-            else:
-                transfer.succeeded.add(worker_id)
-        self._conclude(transfer, late, (clock_ns() - begin_ns) / 1e9)
-
-    def _payload(self, push: PlannedPush) -> _Payload:
-        flat = push.publication.flat
-        entries = None
-        base = 0
-        last = self._last
+    def _payload(self, push: PlannedPush) -> tuple[torch.Tensor, WeightEncoding, int]:
+        """What travels, how the weights lie in it, and the version that it is a change of."""
+        flat, last = push.publication.flat, self._last
+        entries, base = None, 0
         if last is not None and last.flat.device == flat.device:
             with self._lock:
                 are_changes = self._slots.all_have(last, push.receivers)
             if are_changes:
-                entries = self._layout.changed(last.flat, flat)
-                base = last.version
+                entries, base = self._layout.changed(last.flat, flat), last.version
         encoding = WeightEncoding(self._options.narrow_dtype, entries)
         if encoding.is_whole:
-            return _Payload(flat, encoding, base)
+            return flat, encoding, base
         layout = self._layout.reduced(encoding)
         data = layout.empty(flat.device)
         self._layout.transfer(flat, data, layout)
-        return _Payload(data, encoding, base)
+        return data, encoding, base
 
     def _call(
         self, push: PlannedPush, method: Callable[[Any, Any], Any], arguments: Mapping[int, Any]
@@ -314,7 +284,6 @@ class WeightSender:
     def _send_payload(self, transfer: Transfer, data: torch.Tensor) -> None:
         """Send; if a receiver fails or falls silent, this ends, and the others are told."""
         if transfer.together:
-            transfer.break_off_at_errors()
             self._watch_thread.submit(transfer.watch)
         try:
             self._updater.send(data)
@@ -325,39 +294,26 @@ class WeightSender:
         finally:
             transfer.is_sent.set()
 
-    def _late(self, transfer: Transfer) -> list[int]:
-        """Receivers that give no sign of life, or did not acknowledge in the time for a push."""
-        limit_s, answers = self._patience_s, transfer.answers
-        late = list(transfer.silent)
-        slow = missing({w: answers[w] for w in answers if w not in late}, limit_s)
-        # It may merely take long to receive.
-        signs = {
-            worker_id: self._transport.call(
-                transfer.push.receivers[worker_id], WorkerService.prepare_to_receive
-            )
-            for worker_id in slow
-        }
-        late += missing(signs, limit_s)
-        if late and transfer.together:
-            transfer.break_off()  # the others may wait for what a late one was to pass on
-        still_receiving = {w: answers[w] for w in slow if w not in late}
-        late += missing(still_receiving, self._timeout_s - limit_s)
-        if transfer.together:
-            transfer.end(late)
-        return late
-
-    def _conclude(self, transfer: Transfer, late: Sequence[int], waited_s: float) -> None:
-        push, answers = transfer.push, transfer.answers
-        errors = {w: answer.exception() for w, answer in answers.items() if w not in late}
+    def _finish(self, transfer: Transfer, begin_ns: int) -> None:
+        """Wait for the acknowledgements, and note what became of each receiver."""
+        push = transfer.push
+        late = transfer.await_answers(self._timeout_s)
+        waited_s = (clock_ns() - begin_ns) / 1e9
+        errors = {w: a.exception() for w, a in transfer.answers.items() if w not in late}
         # In a group, one that dies or falls silent is the reason for the others' errors.
         has_culprit = any(isinstance(error, WorkerLost) for error in errors.values()) or (
             transfer.together and bool(late)
         )
-        for worker_id, answer in answers.items():
+        for worker_id, peer in push.receivers.items():
+            if worker_id in late or errors[worker_id] is not None:
+                # The connection with a receiver that failed may be in any state.
+                self._updater.forget(peer)
+        for worker_id, answer in transfer.answers.items():
             error = errors.get(worker_id)
             if worker_id in late:
                 self._is_late(worker_id, push, answer, "did not acknowledge", waited_s, alone=True)
             elif error is None:
+                transfer.succeeded.add(worker_id)
                 self._succeeded(worker_id, push)
             elif isinstance(error, WorkerLost) or not has_culprit:
                 self._failed(worker_id, push, error)

@@ -21,7 +21,7 @@ from enum import Enum
 import torch
 
 from distcollect.errors import CollectorStateError, DistCollectError, WorkerError, WorkerLost
-from distcollect.weights.push_handle import PushHandle, PushRecord
+from distcollect.weights.push_handle import PushHandle
 
 # A broadcast that one receiver's death breaks off leaves the others without the version, too.
 _MAX_ATTEMPTS = 3
@@ -31,33 +31,25 @@ _MAX_HANDLES = 16
 _MAX_SNAPSHOTS = 8
 
 
-class SlotState(Enum):
+class SendState(Enum):
     """What is to happen with a worker's slot next."""
 
     IDLE = "nothing is to be sent"
     WAITING = "its newest version is to be sent"
     SENDING = "a version is being sent"
     LATE = "nothing is sent until it gives the answer that it owes"
-    UNREACHABLE = "nothing is sent; its process seems to be gone"
     ABSENT = "its process is gone, and another one comes"
     VACANT = "its process is gone, and no other is expected"
 
 
-_GONE = {SlotState.ABSENT, SlotState.VACANT}
+_GONE = {SendState.ABSENT, SendState.VACANT}
 _NEXT = {
-    SlotState.IDLE: {SlotState.WAITING, *_GONE},
-    SlotState.WAITING: {SlotState.SENDING, *_GONE},
-    SlotState.SENDING: {
-        SlotState.IDLE,
-        SlotState.WAITING,
-        SlotState.LATE,
-        SlotState.UNREACHABLE,
-        *_GONE,
-    },
-    SlotState.LATE: {SlotState.WAITING, *_GONE},
-    SlotState.UNREACHABLE: _GONE,
-    SlotState.ABSENT: {SlotState.VACANT},  # or a new process's slot takes its place
-    SlotState.VACANT: set[SlotState](),
+    SendState.IDLE: {SendState.WAITING, *_GONE},
+    SendState.WAITING: {SendState.SENDING, *_GONE},
+    SendState.SENDING: {SendState.IDLE, SendState.WAITING, SendState.LATE, *_GONE},
+    SendState.LATE: {SendState.WAITING, *_GONE},
+    SendState.ABSENT: {SendState.VACANT},  # or a new process's slot takes its place
+    SendState.VACANT: set[SendState](),
 }
 
 
@@ -68,18 +60,18 @@ class Publication:
     Attributes:
         version: its policy_version.
         flat: the snapshot, uint8 ``[N]``.
+        handle: the user's.
         published_ns: when it was published.
         order: counts the publications, also where versions are renumbered.
         epoch: how often versions had been renumbered.
-        record: where what is measured of it goes.
     """
 
     version: int
     flat: torch.Tensor
+    handle: PushHandle
     published_ns: int
     order: int
     epoch: int = 0
-    record: PushRecord = field(default_factory=PushRecord)
 
 
 @dataclass(frozen=True)
@@ -95,21 +87,19 @@ class PlannedPush:
 
 
 @dataclass(eq=False)
-class _Slot:
+class WeightSlot:
     """A worker's slot.
 
     Attributes:
         worker_id: whose it is.
         peer: its process; None if that is gone.
         newest: the newest version that was published for it, or if its snapshot was dropped the
-            next newer one; None: none was published.
-        wanted: the order of the newest publication for it. With this one or a later one it has
-            what it is to have.
+            next newer one; None: none was published. With this one it has what it is to have.
         acknowledged: the version that the process has.
         held: the order of the publication that it has; 0: its first weights. Unlike a version, an
             order never stands for other weights.
-        state: see :class:`SlotState`.
-        turn: orders the slots that wait.
+        state: see :class:`SendState`.
+        turn: when it began to wait, among the slots that wait.
         alone: its last push failed, so the next one goes to no other worker.
         attempts: how often in a row a push failed.
         late_error: why it is late.
@@ -119,17 +109,16 @@ class _Slot:
     worker_id: int
     peer: int | None
     newest: Publication | None = None
-    wanted: int = 0
     acknowledged: int = 0
     held: int = 0
-    state: SlotState = SlotState.IDLE
+    state: SendState = SendState.IDLE
     turn: int = 0
     alone: bool = False
     attempts: int = 0
     late_error: DistCollectError | None = None
     handles: list[tuple[int, PushHandle]] = field(default_factory=list)
 
-    def enter(self, state: SlotState) -> None:
+    def enter(self, state: SendState) -> None:
         """Change the state.
 
         Raises:
@@ -145,14 +134,9 @@ class _Slot:
     @property
     def absence(self) -> DistCollectError | None:
         """Why nothing is sent to it now, although something may be later."""
-        match self.state:
-            case SlotState.LATE:
-                return self.late_error
-            case SlotState.UNREACHABLE:
-                return WorkerLost("can't be reached", worker_id=self.worker_id)
-            case SlotState.ABSENT:
-                return _absent(self.worker_id)
-        return None
+        if self.state is SendState.ABSENT:
+            return _absent(self.worker_id)
+        return self.late_error if self.state is SendState.LATE else None
 
     def settle(self, outcome: int | DistCollectError, *, for_now: bool = False) -> None:
         """Tell the handles that wait for it; they go on waiting if it is ``for_now``."""
@@ -172,7 +156,7 @@ class WeightSlots:
     """
 
     def __init__(self) -> None:
-        self._slots: dict[int, _Slot] = {}
+        self._slots: dict[int, WeightSlot] = {}
         self._latest: Publication | None = None
         self._first_version = 0  # that new processes start with
         self._epoch = 0
@@ -186,22 +170,19 @@ class WeightSlots:
         slot = self._slots.get(worker_id)
         return 0 if slot is None else slot.acknowledged
 
-    def publish(
-        self, flat: torch.Tensor, published_ns: int, handle: PushHandle, record: PushRecord
-    ) -> None:
+    def publish(self, flat: torch.Tensor, published_ns: int, handle: PushHandle) -> None:
         """Have ``flat`` sent to the handle's workers, in place of what they wait for."""
-        publication = Publication(
-            handle.version, flat, published_ns, next(self._orders), self._epoch, record
-        )
+        order = next(self._orders)
+        publication = Publication(handle.version, flat, handle, published_ns, order, self._epoch)
         self._latest = publication
         for worker_id in handle.worker_ids:
             slot = self._slots.get(worker_id)
-            if slot is None or slot.state is SlotState.VACANT:
+            if slot is None or slot.state is SendState.VACANT:
                 handle.settle(worker_id, WorkerLost("is gone", worker_id=worker_id))
                 continue
-            slot.newest, slot.wanted = publication, publication.order
+            slot.newest = publication
             slot.handles.append((publication.order, handle))
-            if slot.state is SlotState.IDLE:
+            if slot.state is SendState.IDLE:
                 self._wait(slot)
             elif (absence := slot.absence) is not None:
                 slot.settle(absence, for_now=True)
@@ -210,13 +191,14 @@ class WeightSlots:
     def welcome(self, worker_id: int, peer: int) -> int:
         """A new process is in a slot; see :meth:`.WeightSender.welcome`."""
         before = self._slots.get(worker_id)
-        slot = self._slots[worker_id] = _Slot(worker_id, peer, acknowledged=self._first_version)
+        slot = self._slots[worker_id] = WeightSlot(
+            worker_id, peer, acknowledged=self._first_version
+        )
         if before is not None:
             slot.newest, slot.handles = before.newest, before.handles
         slot.newest = slot.newest or self._latest
         if slot.newest is None:
             return 0
-        slot.wanted = slot.newest.order
         # Its weights are older, even where versions were renumbered.
         slot.acknowledged = min(slot.acknowledged, slot.newest.version - 1)
         self._wait(slot)
@@ -226,24 +208,24 @@ class WeightSlots:
         """A slot's process is gone; ``replaced``: another one comes. Its peer, if it had one."""
         slot = self._slots.get(worker_id)
         if slot is None and replaced:  # its first process is still to come
-            self._slots[worker_id] = _Slot(worker_id, None, state=SlotState.ABSENT)
-        if slot is None or slot.state is SlotState.VACANT:
+            self._slots[worker_id] = WeightSlot(worker_id, None, state=SendState.ABSENT)
+        if slot is None or slot.state is SendState.VACANT:
             return None
         peer, slot.peer = slot.peer, None
         slot.acknowledged = slot.held = 0
         if not replaced:
-            slot.enter(SlotState.VACANT)
+            slot.enter(SendState.VACANT)
             slot.newest = None
             slot.settle(WorkerLost("is gone", worker_id=worker_id))
-        elif slot.state is not SlotState.ABSENT:
-            slot.enter(SlotState.ABSENT)
+        elif slot.state is not SendState.ABSENT:
+            slot.enter(SendState.ABSENT)
             slot.settle(_absent(worker_id), for_now=True)
         return peer
 
     @property
     def absent(self) -> list[int]:
         """The workers that are to be replaced."""
-        return [w for w, slot in self._slots.items() if slot.state is SlotState.ABSENT]
+        return [w for w, slot in self._slots.items() if slot.state is SendState.ABSENT]
 
     def resume(self, version: int) -> int:
         """Renumber, see :meth:`.WeightSender.resume`."""
@@ -262,7 +244,7 @@ class WeightSlots:
         for slot in self._slots.values():
             slot.newest = renumber(slot.newest)
             # A worker that waits for weights does not have them yet.
-            slot.acknowledged = version if slot.state is SlotState.IDLE else version - 1
+            slot.acknowledged = version if slot.state is SendState.IDLE else version - 1
         return self._epoch
 
     def close(self) -> None:
@@ -277,7 +259,7 @@ class WeightSlots:
 
     def next_push(self) -> PlannedPush | None:
         """What to send next, and to which workers; None: nothing. These are SENDING now."""
-        waiting = [slot for slot in self._slots.values() if slot.state is SlotState.WAITING]
+        waiting = [slot for slot in self._slots.values() if slot.state is SendState.WAITING]
         if not waiting:
             return None
         first = min(waiting, key=lambda slot: slot.turn)
@@ -285,7 +267,7 @@ class WeightSlots:
         if not first.alone:
             receivers = [slot for slot in waiting if slot.newest is first.newest and not slot.alone]
         for slot in receivers:
-            slot.enter(SlotState.SENDING)
+            slot.enter(SendState.SENDING)
         assert first.newest is not None
         peers = {slot.worker_id: slot.peer for slot in receivers if slot.peer is not None}
         return PlannedPush(first.newest, peers)
@@ -318,8 +300,8 @@ class WeightSlots:
         slot.alone = False
         done = [handle for order, handle in slot.handles if order <= publication.order]
         slot.handles = [item for item in slot.handles if item[0] > publication.order]
-        if publication.order >= slot.wanted:
-            slot.enter(SlotState.IDLE)
+        if slot.newest is publication:
+            slot.enter(SendState.IDLE)
         else:
             self._wait(slot)
         return done
@@ -336,17 +318,19 @@ class WeightSlots:
         if slot is None:
             return None
         if isinstance(error, WorkerLost):
-            slot.enter(SlotState.UNREACHABLE)
-            return slot.absence
+            # It will not answer: nothing more is sent to it.
+            slot.enter(SendState.LATE)
+            slot.late_error = WorkerLost("can't be reached", worker_id=worker_id)
+            return slot.late_error
         slot.alone = True
-        is_newest = publication.order >= slot.wanted
+        is_newest = slot.newest is publication
         slot.attempts += is_newest
         if slot.attempts < _MAX_ATTEMPTS or not is_newest:
             self._wait(slot)
             return None
         if not isinstance(error, DistCollectError):
             error = WorkerError(f"received no weights: {error!r}", worker_id=worker_id)
-        slot.enter(SlotState.IDLE)
+        slot.enter(SendState.IDLE)
         slot.settle(error)
         return error
 
@@ -358,7 +342,7 @@ class WeightSlots:
         slot = self._sending(worker_id, peer)
         if slot is None:
             return False
-        slot.enter(SlotState.LATE)
+        slot.enter(SendState.LATE)
         slot.alone |= alone
         slot.late_error = error
         slot.settle(error, for_now=True)
@@ -367,7 +351,7 @@ class WeightSlots:
     def answered(self, worker_id: int, peer: int) -> None:
         """A late receiver has given the answer that it owed: it waits for its newest version."""
         slot = self._find(worker_id, peer)
-        if slot is not None and slot.state is SlotState.LATE:
+        if slot is not None and slot.state is SendState.LATE:
             slot.late_error = None
             self._wait(slot)
 
@@ -378,18 +362,18 @@ class WeightSlots:
             if slot is not None:
                 self._wait(slot)
 
-    def _wait(self, slot: _Slot) -> None:
-        if slot.state is not SlotState.WAITING:
-            slot.enter(SlotState.WAITING)
+    def _wait(self, slot: WeightSlot) -> None:
+        if slot.state is not SendState.WAITING:
+            slot.enter(SendState.WAITING)
         slot.turn = next(self._turns)
 
-    def _find(self, worker_id: int, peer: int) -> _Slot | None:
+    def _find(self, worker_id: int, peer: int) -> WeightSlot | None:
         slot = self._slots.get(worker_id)
         return slot if slot is not None and slot.peer == peer else None
 
-    def _sending(self, worker_id: int, peer: int) -> _Slot | None:
+    def _sending(self, worker_id: int, peer: int) -> WeightSlot | None:
         slot = self._find(worker_id, peer)
-        return slot if slot is not None and slot.state is SlotState.SENDING else None
+        return slot if slot is not None and slot.state is SendState.SENDING else None
 
     def _drop_old_snapshots(self) -> None:
         """Keep a bounded number; a slot whose version is dropped gets the next newer one."""

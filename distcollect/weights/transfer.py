@@ -51,16 +51,13 @@ class Transfer:
         self._lock = threading.RLock()  # of the next two
         self._is_broken_off = False
         self._cancels: dict[int, Future[Any]] = {}
+        if together:
+            for answer in answers.values():
+                answer.add_done_callback(self._note_answer)
 
-    def break_off_at_errors(self) -> None:
-        """Break off as soon as a receiver fails."""
-
-        def answered(answer: Future[Any]) -> None:
-            if answer.exception() is not None:
-                self.break_off()
-
-        for answer in self.answers.values():
-            answer.add_done_callback(answered)
+    def _note_answer(self, answer: Future[Any]) -> None:
+        if answer.exception() is not None:
+            self.break_off()
 
     def break_off(self) -> None:
         """End the trainer's part, and tell the receivers not to wait for each other."""
@@ -75,17 +72,35 @@ class Transfer:
                     cancel = self._transport.call(peer, WorkerService.cancel_receiving)
                     self._cancels[worker_id] = cancel
 
-    def end(self, late: Collection[int]) -> None:
-        """Wait until nothing of it can disturb the next transfer to the same receivers.
+    def await_answers(self, timeout_s: float) -> Collection[int]:
+        """Wait for all acknowledgements.
 
-        Else the end of this one, on its way to a receiver that is not late, could be taken for the
-        end of the next one.
+        Returns:
+            The receivers that give no sign of life, or did not acknowledge within ``timeout_s``.
         """
+        answers, patience_s = self.answers, self._patience_s
+        late = list(self.silent)
+        slow = missing({w: answers[w] for w in answers if w not in late}, patience_s)
+        # It may merely take long to receive.
+        signs = {
+            worker_id: self._transport.call(
+                self.push.receivers[worker_id], WorkerService.prepare_to_receive
+            )
+            for worker_id in slow
+        }
+        late += missing(signs, patience_s)
+        if late and self.together:
+            self.break_off()  # the others may wait for what a late one was to pass on
+        late += missing({w: answers[w] for w in slow if w not in late}, timeout_s - patience_s)
+        # Until nothing of it can disturb the next transfer to the same receivers: the end of this
+        # one, on its way to a receiver that is not late, could be taken for the end of the next.
         with self._lock:  # another thread may be breaking it off
-            if any(w not in late and a.exception() is not None for w, a in self.answers.items()):
+            done = [answer for worker_id, answer in answers.items() if worker_id not in late]
+            if self.together and any(answer.exception() is not None for answer in done):
                 self.break_off()
             cancels = {w: cancel for w, cancel in self._cancels.items() if w not in late}
-        missing(cancels, self._patience_s)
+        missing(cancels, patience_s)
+        return late
 
     def watch(self) -> None:
         """Break off if a receiver falls silent before the trainer's part is over.

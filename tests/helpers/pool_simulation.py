@@ -22,7 +22,7 @@ from distcollect.rollout.header import Header, Rollout
 from distcollect.rollout.layout import Tensors
 from distcollect.transport.protocol import NUM_SLABS, CollectRequest, Offer
 from distcollect.transport.worker_service import WorkerService
-from distcollect.weights.push_handle import PushHandle, PushRecord
+from distcollect.weights.push_handle import PushHandle
 
 FRAMES = 4
 FLAT = torch.zeros(16, dtype=torch.uint8)
@@ -296,7 +296,7 @@ class Run:
             self.sent[worker_id].add(version)
             if worker_id in self.present:
                 self.present[worker_id].pending = version
-        return PushHandle(version, worker_ids, PushRecord(), 1.0)
+        return PushHandle(version, worker_ids, 1.0)
 
     def welcome(self, worker_id: int, peer: int) -> int:
         version = self.newest.get(worker_id) or max(self.newest.values(), default=0)

@@ -21,7 +21,7 @@ from distcollect.pool.worker_slots import BatchPlan
 from distcollect.rollout.header import Header
 from distcollect.rollout.layout import Tensors
 from distcollect.transport.protocol import CollectRequest
-from distcollect.weights.push_handle import PushHandle, PushRecord
+from distcollect.weights.push_handle import PushHandle
 
 FRAMES = 4
 
@@ -103,7 +103,7 @@ class Sender:
 
     def publish(self, flat: torch.Tensor, version: int, worker_ids: Any) -> PushHandle:
         self.published.append(version)
-        return PushHandle(version, worker_ids, PushRecord(), 1.0)
+        return PushHandle(version, worker_ids, 1.0)
 
     def acknowledge(self, worker_id: int, version: int) -> None:
         self.has[worker_id] = version

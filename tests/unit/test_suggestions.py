@@ -26,12 +26,10 @@ def test_a_misspelled_setting_gets_a_suggestion(kind: Any, name: str, meant: str
 
 
 def test_a_handle_says_who_has_the_weights() -> None:
-    from distcollect.weights.push_handle import PushRecord  # noqa: PLC0415
-
-    handle = dc.PushHandle(7, [0, 1, 2], PushRecord(), 1.0)
+    handle = dc.PushHandle(7, [0, 1, 2], 1.0)
     assert repr(handle) == "<PushHandle: version 7; workers: no answer yet from [0, 1, 2]>"
     handle.settle(0, 7)
     handle.settle(2, dc.WorkerLost("it died", worker_id=2))
     states = "acknowledged by [0]; left out [2]; no answer yet from [1]"
     assert repr(handle) == f"<PushHandle: version 7; workers: {states}>"
-    assert repr(dc.PushHandle(7, [], PushRecord(), 1.0)) == "<PushHandle: version 7; workers: none>"
+    assert repr(dc.PushHandle(7, [], 1.0)) == "<PushHandle: version 7; workers: none>"

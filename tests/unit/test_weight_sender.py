@@ -22,7 +22,6 @@ from distcollect.policy.weight_layout import WeightEncoding, WeightLayout, check
 from distcollect.transport.worker_service import Push, WeightSource, WorkerService
 from distcollect.weights.receiver import WeightReceiver
 from distcollect.weights.sender import WeightSender
-from distcollect.weights.slots import SlotState, WeightSlots
 from distcollect.weights.updaters import InlineSource
 
 SOON_S = 10
@@ -362,15 +361,6 @@ class TestReceiver:
         self.receiver.renumber(100, epoch=1)
         self.live.apply()
         assert self.live.version == 101
-
-
-def test_illegal_changes_of_a_slot_raise() -> None:
-    slots = WeightSlots()
-    slots.welcome(0, 100)
-    slot = slots._slots[0]
-    for state in (SlotState.SENDING, SlotState.LATE, SlotState.UNREACHABLE, SlotState.IDLE):
-        with pytest.raises(RuntimeError, match=rf"worker 0 can't become {state.name}: it is IDLE"):
-            slot.enter(state)
 
 
 def test_a_thread_for_jobs_survives_whatever_a_job_raises() -> None:
