@@ -142,41 +142,28 @@ def test_the_trainers_time_is_split_by_what_it_did() -> None:
     assert stats.elapsed_s == 10
 
 
-def test_rates_are_of_late_and_on_average() -> None:
+@pytest.mark.parametrize(
+    ("step_s", "frames", "pause_s", "rate", "mean"),
+    [
+        pytest.param(1, [10] * 50 + [20] * 50, 0, 20, 15, id="of the last ten seconds"),
+        pytest.param(1, [10] * 50 + [20] * 50, 40, 4, 1500 / 140, id="none came lately"),
+        pytest.param(0.1, [10], 4.9, 2, 2, id="the first batch"),
+        pytest.param(60, [600] * 4, 0, 10, 10, id="batches that take long"),
+    ],
+)
+def test_rates_are_of_late_and_on_average(
+    step_s: float, frames: list[int], pause_s: float, rate: float, mean: float
+) -> None:
     clock = Clock()
     stats_recorder = StatsRecorder(clock)
     stats_recorder.switch_to("collect")
-    for second in range(100):
-        clock.now += S
-        stats_recorder.delivered([(0, [(0, 10 if second < 50 else 20)])])
+    for number in frames:
+        clock.now += int(step_s * S)
+        stats_recorder.delivered([(0, [(0, number)])])
+    clock.now += int(pause_s * S)
     stats = snapshot(stats_recorder)
-    assert stats.mean_frames_per_s == 15
-    assert stats.frames_per_s == 20
-    assert stats.workers[0].frames_per_s == 20
-    clock.now += 40 * S
-    assert snapshot(stats_recorder).frames_per_s == pytest.approx(20 * 10 / 50)
-
-
-def test_the_first_batch_has_a_rate_whenever_it_came() -> None:
-    clock = Clock()
-    stats_recorder = StatsRecorder(clock)
-    stats_recorder.switch_to("collect")
-    clock.now += S // 10
-    stats_recorder.delivered([(0, [(0, 10)])])
-    for seconds in (1, 2, 5):
-        clock.now = seconds * S
-        stats = snapshot(stats_recorder)
-        assert stats.frames_per_s == stats.workers[0].frames_per_s == 10 / seconds
-
-
-def test_batches_that_take_long_have_a_rate_too() -> None:
-    clock = Clock()
-    stats_recorder = StatsRecorder(clock)
-    stats_recorder.switch_to("collect")
-    for _ in range(4):
-        clock.now += 60 * S
-        stats_recorder.delivered([(0, [(0, 600)])])
-    assert snapshot(stats_recorder).frames_per_s == 10
+    assert stats.frames_per_s == stats.workers[0].frames_per_s == pytest.approx(rate)
+    assert stats.mean_frames_per_s == pytest.approx(mean)
 
 
 def test_the_rate_of_a_batch_is_that_of_all_its_rollouts() -> None:

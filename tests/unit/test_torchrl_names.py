@@ -290,17 +290,12 @@ class TestArguments:
             make(**settings).shutdown()
         assert caught[0].filename == __file__
 
-    def test_sync_may_say_what_the_class_does(self) -> None:
-        with pytest.raises(dc.ArgumentError, match="MultiSyncDataCollector has no sync"):
-            dc.MultiSyncDataCollector(SamplingEnv, frames_per_batch=8, sync=False)  # type: ignore[call-arg]
-        # The next error shows that `sync` was taken.
-        with pytest.raises(dc.ArgumentError, match="num_workers=0"):
-            dc.MultiSyncDataCollector(
-                SamplingEnv,
-                frames_per_batch=8,
-                sync=True,  # type: ignore[call-arg]
-                num_workers=0,
-            )
+    @pytest.mark.parametrize(("sync", "message"), [(False, "has no sync"), (True, "num_workers=0")])
+    def test_sync_may_say_what_the_class_does(self, sync: bool, message: str) -> None:
+        """Then the next argument is refused."""
+        settings: dict[str, Any] = {"frames_per_batch": 8, "sync": sync, "num_workers": 0}
+        with pytest.raises(dc.ArgumentError, match=message):
+            dc.MultiSyncDataCollector(SamplingEnv, **settings)
 
     @pytest.mark.parametrize("frames", [[4], [4, 4, 4]])
     def test_a_list_of_frames_has_one_number_for_each_worker(self, frames: list[int]) -> None:
