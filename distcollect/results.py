@@ -315,7 +315,7 @@ class Stats(dict[str, Any]):
 
 
 def _read(default: Any, given: Any) -> Any:
-    """What JSON has of a value like ``default``. JSON has no NaN: null stands for it."""
+    """Make a value like ``default`` of what JSON has of it, where null stands for NaN."""
     if not is_dataclass(default):
         return math.nan if given is None else given
     read = {}

@@ -153,12 +153,12 @@ class CollectorOptions:
 
     @cached_property
     def batch_format(self) -> BatchFormat:
-        """How a batch looks."""
+        """The form of a batch."""
         return BatchFormat(self, self.joins)
 
     @property
     def joins(self) -> int | str | None:
-        """How the rollouts of a batch are joined, see ``cat_results``."""
+        """The way in which the rollouts of a batch are joined, see ``cat_results``."""
         return 0
 
     def rounded_total_frames(self, frames_per_batch: int) -> int:
@@ -223,7 +223,7 @@ class CollectorOptions:
         return [partial(_with_weights, factory, weights) for factory in factories]
 
     def plan(self, *, traces: bool) -> WorkerPlan:
-        """What the engine is built from, with the policy and the env makers as they were given.
+        """Make the plan of an engine, with the policy and the env makers as they were given.
 
         Args:
             traces: whether the engine records what it does when.
@@ -286,18 +286,18 @@ class SyncOptions(CollectorOptions):
 
     @property
     def makers(self) -> list[Any]:
-        """What was given to make envs from, or as envs."""
+        """Env makers and envs, as they were given."""
         given = self.create_env_fn
         return given if isinstance(given, list) else [given]
 
     @property
     def worker_id(self) -> int:
-        """What env makers with a parameter named ``context`` are given as ``worker_id``."""
+        """The ``worker_id`` in the context that env makers get."""
         return 0
 
     @property
     def has_env_instances(self) -> bool:
-        """Whether an env itself was given."""
+        """True if an env itself was given."""
         return any(is_env(maker) for maker in self.makers)
 
     @property

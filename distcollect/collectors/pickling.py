@@ -170,7 +170,7 @@ def _not_sendable(plan: WorkerPlan, error: Exception) -> DistCollectError:
 
 
 def _advice(error: Exception, usual: str) -> str:
-    """What to do about something that can't be pickled; ``usual`` unless processes share it."""
+    """Say what to do about something that can't be pickled; ``usual`` unless processes share it."""
     if "through inheritance" not in str(error):
         return usual
     return (

@@ -164,7 +164,7 @@ def num_steps(
 
 
 def may_make_torchrl_envs(makers: Sequence[object]) -> bool:
-    """Whether the makers are, or may make, TorchRL's envs; it is not known before they are called.
+    """Return True if the makers are, or may make, TorchRL's envs, as only calling them shows.
 
     Without TorchRL in this process, or for a class or env of Gymnasium, they can't.
     """
@@ -259,7 +259,7 @@ def check_policy(policy: object, factories: object, *, several: bool) -> None:
 
 
 def is_by_worker(weights: object) -> TypeGuard[dict[int, Any]]:
-    """Whether it is a dict with the weights of each of several workers, by worker_id."""
+    """Return True if ``weights`` is a dict of several workers' weights, by worker_id."""
     return (
         isinstance(weights, dict)
         and bool(weights)

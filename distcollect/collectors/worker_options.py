@@ -128,7 +128,7 @@ class WorkerOptions(CollectorOptions):
 
     @property
     def placer(self) -> Any:
-        """How another scheduler is asked for the workers; None: none is."""
+        """The settings of another scheduler that starts the workers; None: none does."""
         return None
 
     @cached_property
@@ -204,7 +204,7 @@ class WorkerOptions(CollectorOptions):
 
     @cached_property
     def updater(self) -> WeightUpdaterBase:
-        """What moves the weights; the same object each time."""
+        """The updater that moves the weights; the same object each time."""
         made: WeightUpdaterBase = load("weight updater")(
             self.weight_updater, self.weight_options.backend
         )
@@ -218,7 +218,7 @@ class WorkerOptions(CollectorOptions):
 
     @property
     def has_mask(self) -> bool:
-        """Whether a batch can hold padding or masked frames."""
+        """True if a batch can hold padding or masked frames."""
         limits = (self.mask_above, self.preemptive_threshold, self.batch_deadline_s)
         return any(limit is not None for limit in limits)
 

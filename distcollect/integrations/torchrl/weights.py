@@ -269,7 +269,7 @@ def _is_updater(given: object) -> bool:
 
 
 def _is_torchrl(given: object, name: str) -> bool:
-    """Whether it is an instance of TorchRL's class of this name."""
+    """Return True if ``given`` is an instance of TorchRL's class of this name."""
     return any(
         cls.__name__ == name and cls.__module__.startswith("torchrl.")
         for cls in type(given).__mro__
@@ -287,5 +287,5 @@ def _package(hooks: object, method: str) -> str:
 
 
 def _is_changed(hooks: object, method: str) -> bool:
-    """Whether a method is another one than that of ``WeightUpdaterBase``."""
+    """Return True if a method is another one than that of ``WeightUpdaterBase``."""
     return _defining(hooks, method).__name__ != "WeightUpdaterBase"
