@@ -17,8 +17,6 @@ from helpers.env_contract import (
     check_every_action_space,
     check_every_kind_keeps_the_contract,
     check_every_observation_space,
-    check_reset_in_mid_episode,
-    check_rows_can_be_cut,
     check_rows_that_cannot_be_cut_say_so,
     check_vector_env_that_raises,
     check_wrappers_that_change_live_arrays_in_place,
@@ -35,12 +33,6 @@ def test_every_kind_keeps_the_contract(kind: str, info_keys: list[str] | None) -
 def test_processes_that_are_spawned() -> None:
     multiprocessing.set_start_method("spawn", force=True)
     check_every_kind_keeps_the_contract("async-next", None)
-
-
-@pytest.mark.parametrize("kind", [kind for kind in ASYNC_KINDS if kind not in UNCUTTABLE_KINDS])
-@pytest.mark.parametrize("cut_after", [1, 3])
-def test_rows_can_be_cut(kind: str, cut_after: int) -> None:
-    check_rows_can_be_cut(kind, cut_after)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in ASYNC_KINDS if kind in UNCUTTABLE_KINDS])
@@ -60,11 +52,6 @@ def test_every_observation_space(kind: str, observation: str) -> None:
 @pytest.mark.parametrize("action", ACTIONS)
 def test_every_action_space(kind: str, action: str) -> None:
     check_every_action_space(kind, action)
-
-
-@pytest.mark.parametrize("kind", ASYNC_KINDS)
-def test_reset_in_mid_episode(kind: str) -> None:
-    check_reset_in_mid_episode(kind)
 
 
 @pytest.mark.parametrize("kind", ASYNC_KINDS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import cloudpickle
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -27,8 +26,6 @@ from helpers.env_contract import (
     check_every_action_space,
     check_every_kind_keeps_the_contract,
     check_every_observation_space,
-    check_reset_in_mid_episode,
-    check_rows_can_be_cut,
     check_rows_that_cannot_be_cut_say_so,
     check_wrappers_that_change_live_arrays_in_place,
     contexts,
@@ -47,14 +44,6 @@ IN_PROCESS_VECTOR_KINDS = [kind for kind in IN_PROCESS_KINDS if not kind.startsw
 @pytest.mark.parametrize("info_keys", [None, INFO_KEYS], ids=["", "infos"])
 def test_every_kind_keeps_the_contract(kind: str, info_keys: list[str] | None) -> None:
     check_every_kind_keeps_the_contract(kind, info_keys)
-
-
-@pytest.mark.parametrize(
-    "kind", [kind for kind in IN_PROCESS_KINDS if kind not in UNCUTTABLE_KINDS]
-)
-@pytest.mark.parametrize("cut_after", [1, 3])
-def test_rows_can_be_cut(kind: str, cut_after: int) -> None:
-    check_rows_can_be_cut(kind, cut_after)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in IN_PROCESS_KINDS if kind in UNCUTTABLE_KINDS])
@@ -85,11 +74,6 @@ def test_plain_envs_get_actions_of_the_types_that_are_sampled(action: str) -> No
     pairs = zip(flatten(env.action_space, taken), flatten(env.action_space, sampled), strict=True)
     assert type(taken) is type(sampled)
     assert all(type(mine) is type(its) and mine.dtype == its.dtype for mine, its in pairs)
-
-
-@pytest.mark.parametrize("kind", ["plain", *IN_PROCESS_VECTOR_KINDS])
-def test_reset_in_mid_episode(kind: str) -> None:
-    check_reset_in_mid_episode(kind)
 
 
 def test_fillers_are_marked_and_keep_the_final_observation() -> None:
@@ -209,8 +193,3 @@ def test_context_is_given_to_makers_that_ask() -> None:
 
     with batch_of(make, 2):
         assert seen == contexts(2)
-
-
-def test_makers_travel() -> None:
-    maker = cloudpickle.loads(cloudpickle.dumps(CountingMaker("sync-next", 2)))
-    assert maker == CountingMaker("sync-next", 2)

@@ -78,6 +78,8 @@ ONE = {
     "module": net,
     "method": net.forward,
     "method of an object": Agent(net).act,
+    "default": lambda x, net=net: net(x),
+    "default of a name": lambda x, *, net=net: net(x),
     "partial": partial(nn.Module.__call__, net),
     "global": by_name,
     "function of a function": by_another,

@@ -43,10 +43,6 @@ def atari_env(mode: AutoresetMode) -> Any:
     )
 
 
-def gymnasium_env() -> Any:
-    return gym.make_vec("CartPole-v1", N, vectorization_mode="vector_entry_point")
-
-
 ENVS: dict[str, Callable[[], Any]] = {
     "envpool-cartpole": lambda: envpool_env("CartPole-v1"),
     "envpool-short": lambda: envpool_env("CartPole-v1", max_episode_steps=5),
@@ -54,9 +50,7 @@ ENVS: dict[str, Callable[[], Any]] = {
     "envpool-dict": lambda: envpool_env("CheetahRun-v1", max_episode_steps=6),
     "ale-next": lambda: atari_env(AutoresetMode.NEXT_STEP),
     "ale-same": lambda: atari_env(AutoresetMode.SAME_STEP),
-    "gymnasium-next": gymnasium_env,
 }
-CUTTABLE = [name for name in ENVS if name != "gymnasium-next"]
 
 
 def choose(space: gym.Space[Any], obs: Any) -> np.ndarray:
@@ -139,12 +133,12 @@ def collector_of(name: str, steps: int, **kwargs: Any) -> tuple[dc.SyncDataColle
 
 
 @pytest.mark.parametrize("steps", [1, 7, 32])
-@pytest.mark.parametrize("name", CUTTABLE)
+@pytest.mark.parametrize("name", ENVS)
 def test_each_frame_that_a_loop_gives_and_no_other(name: str, steps: int) -> None:
     collector, keys = collector_of(name, steps)
     with collector:
         batches = [collector.next() for _ in range(64 // steps)]
-        stepped = collector._engine.counter.stepped
+        assert not collector.stats().lost, "each frame that was stepped is delivered"
     expected = frames_of_a_loop(ENVS[name](), 96)
     num_ends = 0
     for mine, its in zip(frames_of(batches, keys), expected, strict=True):
@@ -155,10 +149,9 @@ def test_each_frame_that_a_loop_gives_and_no_other(name: str, steps: int) -> Non
                 assert value.dtype == wanted.dtype
             num_ends += one[-1] or one[-2]
     assert num_ends >= N
-    assert stepped == 64 // steps * steps * N, "each frame that was stepped is delivered"
 
 
-@pytest.mark.parametrize("name", CUTTABLE)
+@pytest.mark.parametrize("name", ENVS)
 def test_rows_can_be_cut_and_reset_at_once(name: str) -> None:
     collector, keys = collector_of(name, 12, max_frames_per_traj=3, reset_at_each_iter=True)
     with collector:
@@ -172,31 +165,6 @@ def test_rows_can_be_cut_and_reset_at_once(name: str) -> None:
             follows = batch["next", key][:, :-1] == batch[key][:, 1:]
             assert follows.flatten(2).all(-1)[~done[:, :-1]].all()
     assert len({int(i) for batch in batches for i in batch["collector", "traj_ids"].unique()}) >= 48
-
-
-def test_rows_of_an_env_with_fillers_give_whole_trajectories() -> None:
-    """Rows drift apart, so frames are lost between the rollouts; but never within one."""
-    collector, _ = collector_of("gymnasium-next", 40)
-    with collector:
-        collector.set_seed(3)
-        batches = [collector.next() for _ in range(4)]
-        engine = collector._engine
-        lost = engine.counter.lost.get("row_skew", 0) + int(engine._loop.surplus.sum())
-        assert engine.counter.stepped == 4 * 40 * N + lost
-    num_ends = 0
-    for batch in batches:
-        done = batch["next", "done"][..., 0]
-        terminated = (batch["next", "observation"][..., 2].abs() > 0.20943951) | (
-            batch["next", "observation"][..., 0].abs() > 2.4
-        )
-        assert torch.equal(done, terminated), "the final observation is not the true one"
-        assert (batch["next", "reward"] == 1).all(), "a filler was delivered"
-        follows = (batch["next", "observation"][:, :-1] == batch["observation"][:, 1:]).all(-1)
-        assert torch.equal(follows, ~done[:, :-1])
-        ids = batch["collector", "traj_ids"]
-        assert torch.equal(ids[:, 1:] != ids[:, :-1], done[:, :-1])
-        num_ends += int(done.sum())
-    assert num_ends > 2 * N
 
 
 def test_envpool_infos_reach_the_batch() -> None:

@@ -155,25 +155,6 @@ def test_what_has_no_rows_comes_from_torch() -> None:
     assert all(torch.equal(one, other) for one, other in zip(drawn, expected, strict=True))
 
 
-def test_frames_of_some_rows() -> None:
-    """A row that takes one more frame does not change what other rows draw."""
-    usual, mended = PerEnvRng(SEEDS), PerEnvRng(SEEDS)
-    rows = []
-    for noise in (usual, mended):
-        noise.next_frame()
-        if noise is mended:
-            with noise.drawing():
-                torch.rand(4)
-            noise.next_frame([1, 2])
-            with noise.drawing():
-                torch.rand(4)
-        noise.next_frame()
-        with noise.drawing():
-            rows.append(torch.rand(4, 8))
-    assert torch.equal(rows[0][[0, 3]], rows[1][[0, 3]])
-    assert not (rows[0][[1, 2]] == rows[1][[1, 2]]).any()
-
-
 def test_seeds_differ() -> None:
     seeds = [
         policy_seed(seed, index, stream=stream)

@@ -104,6 +104,10 @@ KINDS: dict[str, tuple[Any, set[Key]]] = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds(kind: str) -> None:
     policy, wanted = KINDS[kind]
+    bound, observed = bind(policy)
+    for value in range(3):  # it sees each new observation
+        observed["observation",][:] = np.arange(N)[:, None] + value
+        assert bound()[0][0].tolist() == [(row + value) * 4 % 5 for row in range(N)]
     actions, extras, arrays = call(policy)
     observation = torch.from_numpy(arrays["observation",])
     assert set(actions) == {("action",)}
@@ -112,15 +116,6 @@ def test_kinds(kind: str) -> None:
     if "lambda" not in kind and wanted:
         assert torch.equal(extras["note",], observation * 2)
         assert torch.equal(extras["flag",], observation[:, 0] > 0)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_kinds_see_each_new_observation(kind: str) -> None:
-    bound, arrays = bind(KINDS[kind][0])
-    for value in range(3):
-        arrays["observation",][:] = np.arange(N)[:, None] + value
-        actions, _ = bound()
-        assert actions[0].tolist() == [(row + value) * 4 % 5 for row in range(N)]
 
 
 def test_the_module_of_a_policy_is_what_has_weights() -> None:

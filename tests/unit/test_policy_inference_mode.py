@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import types
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from helpers.counting_envs import CountingEnv, CountingMaker
-from helpers.policy_binding import N, bind, call, pick
-from torch import nn
+from helpers.policy_binding import bind, call, pick
 
 import distcollect as dc
 
@@ -73,71 +70,17 @@ def test_a_policy_may_take_its_input_apart() -> None:
     call(policy, "dict")
 
 
-class Keeping(nn.Module):
-    """Keeps a tensor somewhere, and records whether it was called in inference mode."""
-
-    def __init__(self, keep: Callable[[Keeping, torch.Tensor], None]) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 5)
-        self.register_buffer("calls", torch.zeros(()))
-        self.shelf: dict[str, list[Any]] = {"top": [types.SimpleNamespace(drawer=None)]}
-        self.keep = keep
-        self.modes: list[bool] = []
-
-    def forward(self, observation: torch.Tensor) -> torch.Tensor:
-        self.modes.append(torch.is_inference_mode_enabled())
-        self.calls += 1
-        logits = self.linear(observation)
-        self.keep(self, logits)
-        return logits.argmax(-1)
-
-
-def _in_an_attribute(module: Keeping, value: torch.Tensor) -> None:
-    module.linear.last = value
-
-
-def _deep_inside(module: Keeping, value: torch.Tensor) -> None:
-    module.shelf["top"][0].drawer = (value,)
-
-
-def _as_a_buffer(module: Keeping, value: torch.Tensor) -> None:
-    module.register_buffer("last", value)
-
-
-def _nowhere(module: Keeping, value: torch.Tensor) -> None:
-    """The module drops the tensor again."""
-
-
-@pytest.mark.parametrize("keep", [_nowhere, _in_an_attribute, _deep_inside, _as_a_buffer])
-def test_a_shared_module_gets_no_inference_mode(keep: Any) -> None:
-    """Any of its calls may be the one that keeps a tensor."""
-    module = Keeping(keep)
-    bound, _ = bind(module, shared=True)
-    bound.try_out()
-    with bound.exploring():
-        bound()
-    assert module.modes == [False, False]
-    # The tensors that it holds now don't prevent training.
-    kept = getattr(module.linear, "last", torch.zeros(N, 5))
-    (module.linear(torch.ones(N, 4)) * kept * module.calls).sum().backward()
-
-
-def test_a_shared_function_may_keep_anything_anywhere() -> None:
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_copy_gets_inference_mode_and_a_shared_policy_never(shared: bool) -> None:
+    """Any call of a shared one may be the one that keeps a tensor, for training."""
     modes = []
 
     def policy(observation: torch.Tensor) -> torch.Tensor:
         modes.append(torch.is_inference_mode_enabled())
         return pick(observation)
 
-    bound, _ = bind(policy, shared=True)
+    bound, _ = bind(policy, shared=shared)
     bound.try_out()
     with bound.exploring():
         bound()
-    assert modes == [False, False]
-
-
-def test_a_copy_always_gets_inference_mode() -> None:
-    module = Keeping(_in_an_attribute)
-    bound, _ = bind(module)
-    bound.try_out()
-    assert module.modes == [True]
+    assert modes == [not shared] * 2
