@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import gymnasium as gym
 import torch
@@ -50,8 +50,18 @@ def check_env_id(env_id: str) -> None:
         vector.check()
         return
     module, colon, name = env_id.rpartition(":")
-    if colon:
-        _import_for(env_id, module)
+    try:
+        if colon:
+            importlib.import_module(module)
+    except ModuleNotFoundError as err:
+        raise ArgumentError(
+            f"no env {env_id!r}: {err}. The part before the colon of 'module:id' must be a module "
+            "that can be imported here"
+        ) from err
+    except Exception as err:
+        raise ArgumentError(
+            f"no env {env_id!r}: importing the module {module!r} raised {describe(err)}"
+        ) from err
     try:
         namespace, base, version = parse_env_id(name)
         if version is None and find_highest_version(namespace, base) is not None:
@@ -68,20 +78,6 @@ def make_by_id(env_id: str) -> Any:
     """Make the env of an id; with a single row if the id is one of a vector env."""
     vector = vector_maker(env_id)
     return gym.make(env_id) if vector is None else vector()
-
-
-def _import_for(env_id: str, module: str) -> None:
-    try:
-        importlib.import_module(module)
-    except ModuleNotFoundError as err:
-        raise ArgumentError(
-            f"no env {env_id!r}: {err}. The part before the colon of 'module:id' must be a module "
-            "that can be imported here"
-        ) from err
-    except Exception as err:
-        raise ArgumentError(
-            f"no env {env_id!r}: importing the module {module!r} raised {describe(err)}"
-        ) from err
 
 
 def make_envs(
@@ -116,35 +112,29 @@ def make_envs(
     vector = vector_maker(create_env, num_envs)
     if vector is not None:
         vector.check()
-        create_env = vector
-    listed = isinstance(create_env, list | tuple)
-    makers = (
-        list(cast("Sequence[Maker]", create_env))
-        if listed
-        else [cast("Maker", create_env)] * num_envs
-    )
+    given: Any = create_env if vector is None else vector
+    is_list = isinstance(given, list | tuple)
+    makers: list[Any] = list(given) if is_list else [given] * num_envs
     if len(makers) != num_envs:
         raise ArgumentError(
             f"the list has {len(makers)} envs, but {num_envs} are needed: list as many"
         )
-    makers_and_contexts = list(zip(makers, contexts, strict=True))
     envs: list[Any] = []
     opened: list[Any] = []
+    remakers: list[Callable[[], Any] | None] = []
     try:
-        for row, (maker, context) in enumerate(makers_and_contexts):
-            env = _make(maker, row, context, device)
-            if not is_env(maker):
+        for row, (maker, context) in enumerate(zip(makers, contexts, strict=True)):
+            make = partial(_make, maker, row, context, device)
+            env = make()
+            if is_env(maker):
+                remakers.append(None)
+            else:
                 opened.append(env)
+                remakers.append(maker if isinstance(maker, VectorMaker) else make)
             envs.append(env)
-            num_rows = _kind_of(env).num_rows(env)
-            if num_rows is not None:
-                _check_rows(env, num_rows, num_envs, alone=not listed and row == 0)
+            if _steps_all_rows(envs, num_envs, is_list=is_list):
                 break
-        remakers = [
-            _remaker(maker, row, context, device)
-            for row, (maker, context) in enumerate(makers_and_contexts)
-        ]
-        return _batch(envs, info_keys, remakers[: len(envs)])
+        return _kind_of_all(envs).batch(envs, info_keys, remakers)
     except BaseException:
         for env in opened:
             with contextlib.suppress(Exception):  # the first error is the one to raise
@@ -152,33 +142,46 @@ def make_envs(
         raise
 
 
-def _batch(
-    envs: list[Any], info_keys: InfoKeys | None, makers: list[Callable[[], Any] | None]
-) -> Envs:
-    """The batch for envs of one kind: single envs, or one env of several rows."""
-    _check_distinct(envs)
-    kinds = [_kind_of(env) for env in envs]
-    if len(set(kinds)) > 1:
-        library = next(kind.library for kind in kinds if kind.library != EnvKind.library)
+def _steps_all_rows(envs: Sequence[Any], num_envs: int, *, is_list: bool) -> bool:
+    """Return True if the env that was made last needs no others beside it.
+
+    Raises:
+        ArgumentError: it can't be used with the others, or has another number of rows.
+    """
+    *others, env = envs
+    if any(env is other for other in others):
+        raise ArgumentError(
+            f"env {len(others)} ({env}) is the same object as another env; each row needs its own "
+            "env, so pass a callable that makes one"
+        )
+    num_rows = _kind_of(env).num_rows(env)
+    if num_rows is None:
+        return False
+    if is_list or others:
+        raise ArgumentError(
+            f"{env} is a vector env, but a list must contain single envs: pass it without a list"
+        )
+    if num_envs not in (1, num_rows):
+        raise ArgumentError(
+            f"{env} has {num_rows} envs, but {num_envs} are asked for: ask for {num_rows}, or "
+            "for 1 to use it as it is"
+        )
+    return True
+
+
+def _kind_of_all(envs: Sequence[Any]) -> EnvKind:
+    """Return the one kind of all envs."""
+    kind, *others = {_kind_of(env): None for env in envs}
+    if others:
+        library = next(each.library for each in (kind, *others) if each.library != EnvKind.library)
         raise ArgumentError(
             f"a list can't mix {library} envs and others: use envs of one kind, for example "
             "TorchRL's GymEnv for those of Gymnasium"
         )
-    return kinds[0].batch(envs, info_keys, makers)
+    return kind
 
 
-def _remaker(
-    maker: Maker, row: int, context: EnvContext, device: torch.device | None
-) -> Callable[[], Any] | None:
-    """What makes the env of a row again; None if the user passed an env object."""
-    if is_env(maker):
-        return None
-    if isinstance(maker, VectorMaker):
-        return maker
-    return partial(_make, maker, row, context, device)
-
-
-def _make(maker: Maker, row: int, context: EnvContext, device: torch.device | None) -> Any:
+def _make(maker: Any, row: int, context: EnvContext, device: torch.device | None) -> Any:
     # First look for an env: it may be callable, too.
     env: Any = maker if is_env(maker) else _call_maker(maker, row, context)
     return _kind_of(env).prepared(env, device)
@@ -190,24 +193,22 @@ def _kind_of(env: object) -> EnvKind:
     return kind
 
 
-def _call_maker(maker: Maker, row: int, context: EnvContext) -> Any:
+def _call_maker(maker: Any, row: int, context: EnvContext) -> Any:
     if isinstance(maker, str):
         check_env_id(maker)
-        name = f"gymnasium.make({maker!r})"
+        name, make = f"gymnasium.make({maker!r})", partial(make_by_id, maker)
     elif callable(maker):
         name = f"{getattr(maker, '__qualname__', type(maker).__name__)}()"
         if isinstance(maker, VectorMaker):
             name = maker.env_id
+        make = partial(maker, context=context) if _takes_context(maker) else maker
     else:
         raise ArgumentTypeError(
             "create_env_fn must be an env id, a callable, an env, a vector env, or a list of "
             f"these, not {type(maker).__name__}"
         )
     try:
-        if isinstance(maker, str):
-            env: Any = make_by_id(maker)
-        else:
-            env = maker(context=context) if _takes_context(maker) else maker()
+        env = make()
     except Exception as err:
         raise EnvError(f"env {row}: {name} raised {describe(err)}") from err
     if not is_env(env):
@@ -228,24 +229,3 @@ def _takes_context(maker: Callable[..., Any]) -> bool:
         parameter.POSITIONAL_OR_KEYWORD,
         parameter.KEYWORD_ONLY,
     )
-
-
-def _check_rows(env: Any, num_rows: int, num_envs: int, *, alone: bool) -> None:
-    if not alone:
-        raise ArgumentError(
-            f"{env} is a vector env, but a list must contain single envs: pass it without a list"
-        )
-    if num_envs not in (1, num_rows):
-        raise ArgumentError(
-            f"{env} has {num_rows} envs, but {num_envs} are asked for: ask for {num_rows}, or "
-            "for 1 to use it as it is"
-        )
-
-
-def _check_distinct(envs: Sequence[Any]) -> None:
-    for row, env in enumerate(envs):
-        if any(env is other for other in envs[:row]):
-            raise ArgumentError(
-                f"env {row} ({env}) is the same object as another env; each row needs its own "
-                "env, so pass a callable that makes one"
-            )
