@@ -21,11 +21,7 @@ from tensordict.nn import TensorDictModule as Mod
 from torch import nn
 
 import distcollect as dc
-from distcollect.engine.pickled_plan import TensorTable
-from distcollect.engine.plan import WorkerPlan
 from distcollect.transport import peer_ids
-from distcollect.transport.protocol import CollectRequest
-from distcollect.worker.service import Worker
 
 T = 64
 
@@ -65,13 +61,31 @@ def _no_calls() -> None:
     CALLS.clear()
 
 
+class Wide(SamplingEnv):
+    """Observations of 4 KB, whose entries count the steps."""
+
+    def __init__(self) -> None:
+        super().__init__(spaces.Box(0, 1e9, (1024,), np.float32))
+        self.count = 0
+
+    def reset(self, **_: Any) -> tuple[Any, dict[str, Any]]:
+        """Count on."""
+        return np.full(1024, self.count, np.float32), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        """Count."""
+        self.count += 1
+        return np.full(1024, self.count, np.float32), 0.0, False, False, {}
+
+
 def test_hooks_and_init_fn_are_called_in_the_workers() -> None:
+    """A hook gets a copy, although a worker writes to the memory of each rollout again."""
     with loopback_collector(
-        SamplingEnv,
+        Wide,
         num_workers=1,
         sync=True,
-        frames_per_batch=4,
-        total_frames=8,
+        frames_per_batch=T,
+        total_frames=4 * T,
         init_fn=started,
         pre_collect_hook=before,
         post_collect_hook=called,
@@ -79,7 +93,7 @@ def test_hooks_and_init_fn_are_called_in_the_workers() -> None:
         batches = list(collector)
         with pytest.raises(dc.CollectorStateError, match="set_seed"):
             collector.reset()
-    assert [call for call in CALLS if isinstance(call, str)] == ["started", "before", "before"]
+    assert [call for call in CALLS if isinstance(call, str)] == ["started"] + ["before"] * 4
     seen = [call for call in CALLS if isinstance(call, TensorDict)]
     for rollout, batch in zip(seen, batches, strict=True):
         assert torch.equal(rollout["observation"], batch["observation"])
@@ -153,23 +167,6 @@ def test_each_worker_has_a_policy_factory_and_weights_of_its_own() -> None:
         assert collector.policy_version == 2
     with pytest.raises(dc.ArgumentError, match="policy_factory has 2 entries for 3 worker"):
         loopback_collector([SamplingEnv] * 3, policy_factory=[Policy] * 2, frames_per_batch=6)
-
-
-class Wide(SamplingEnv):
-    """Observations of 4 KB, whose entries count the steps."""
-
-    def __init__(self) -> None:
-        super().__init__(spaces.Box(0, 1e9, (1024,), np.float32))
-        self.count = 0
-
-    def reset(self, **_: Any) -> tuple[Any, dict[str, Any]]:
-        """Count on."""
-        return np.full(1024, self.count, np.float32), {}
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        """Count."""
-        self.count += 1
-        return np.full(1024, self.count, np.float32), 0.0, False, False, {}
 
 
 class Numbered(SamplingEnv):
@@ -428,24 +425,3 @@ def test_one_env_is_copied_to_all_workers() -> None:
     env = Counter()
     with loopback_collector([env] * 2, sync=True, frames_per_batch=8) as collector:
         assert collector.next().numel() == 8
-
-
-@pytest.mark.parametrize("shared", [False, True])
-def test_a_hook_gets_a_copy_of_a_rollout(shared: bool) -> None:
-    """Also of one that lies in shared memory, or was preempted."""
-    worker = Worker(0, incarnation=0, peer=1, address="127.0.0.1")
-    for part in TensorTable([]).pickled(WorkerPlan(Wide, 1, post_collect_hook=called)):
-        worker.receive_part(part)
-    worker._configure()
-    for sequence in range(4):
-        if sequence == 3:
-            worker.preempt(sequence)
-        worker._collect(CollectRequest(T, fresh=True, shared=shared))
-    assert worker._configured.engine.envs.call("close", (), {}) == [None]
-    observations = [rollout["observation"][0] for rollout in CALLS]
-    assert [len(each) for each in observations] == [T] * 4
-    # The memory of the first was used again for the third.
-    steps = [each[:, 0].tolist() for each in observations[:3]]
-    assert steps == [[*range(T * n, T * (n + 1))] for n in range(3)]
-    assert not any(("collector", "mask") in rollout.keys(True) for rollout in CALLS[:3])
-    assert CALLS[3]["collector", "mask"].sum() == 1
