@@ -54,8 +54,6 @@ class Breaks(gym.Wrapper):
 
 
 def check_failure_of_what_collects_is_told(kind: Any, how: str) -> None:
-    if kind is dc.SyncDataCollector and how == "dies":
-        pytest.skip("that would be this process")
     buffer = dc.RateLimited(Buffer(), 1.0, min_size=10_000)
     faults = dc.Faults(max_restarts=0, max_env_faults=0)
     expected = dc.WorkerLost if how == "dies" else dc.EnvError

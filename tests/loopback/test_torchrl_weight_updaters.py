@@ -174,10 +174,10 @@ class TestNamesOfUpdatePolicyWeights:
         assert told(collector.next())["wide"] == 3
 
     def test_of_models(self) -> None:
+        policy, norm = parts = Telling(1), Telling(1)
         with dc.SyncDataCollector(
-            ProcessIdEnv, Telling(1), models={"norm": Telling(1)}, frames_per_batch=2
+            ProcessIdEnv, policy, models={"norm": norm}, frames_per_batch=2
         ) as collector:
-            parts = collector.policy, collector._plan.models["norm"]
             collector.update_policy_weights_(weights=policy_weights(2), model_id="norm")
             assert [part.wide[0].item() for part in parts] == [1, 2]
             collector.update_policy_weights_(

@@ -23,9 +23,8 @@ import distcollect as dc
 
 
 @pytest.mark.parametrize("how", ["dies", "raises"])
-@pytest.mark.parametrize("kind", [dc.aSyncDataCollector])
-def test_failure_of_what_collects_is_told(kind: Any, how: str) -> None:
-    check_failure_of_what_collects_is_told(kind, how)
+def test_failure_of_what_collects_is_told(how: str) -> None:
+    check_failure_of_what_collects_is_told(dc.aSyncDataCollector, how)
 
 
 def test_one_that_is_dropped_ends() -> None:
@@ -39,9 +38,8 @@ def test_one_that_is_dropped_ends() -> None:
         eventually(lambda: "distcollect-collect" not in {t.name for t in threading.enumerate()})
 
 
-@pytest.mark.parametrize("kind", [dc.MultiaSyncDataCollector])
-def test_weights_while_the_buffer_fills(kind: Any) -> None:
-    check_weights_while_the_buffer_fills(kind)
+def test_weights_while_the_buffer_fills() -> None:
+    check_weights_while_the_buffer_fills(dc.MultiaSyncDataCollector)
 
 
 class Counted(gym.Env[Any, Any]):
