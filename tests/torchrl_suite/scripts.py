@@ -1,23 +1,14 @@
 """Runs TorchRL's own training scripts, with small budgets, with the collectors of this package.
 
-::
-
-    pip install hydra-core tqdm matplotlib psutil tensorboard "gymnasium[mujoco,atari]" \\
-        torchvision pettingzoo[mpe] vmas
-    python tests/torchrl_suite/scripts.py /tmp/rl                # all, with ours
-    python tests/torchrl_suite/scripts.py /tmp/rl sac dqn        # names that contain one of these
-    python tests/torchrl_suite/scripts.py /tmp/rl --theirs       # with TorchRL's collectors
-
-The argument is a checkout of pytorch/rl. The folder of each script is copied, and in the copy each
-import of a collector from ``torchrl.collectors`` becomes one from ``distcollect``, as in
-``yardstick.py``. The scripts of TorchRL's ``Trainer`` import no collector, but name its class in
-their configuration, and so there the name is changed. Budgets are made small by arguments of the
-script, or where it has none in its text (``script_list.py``). The result is a table in Markdown.
+The folder of a script is copied, and in the copy each import of a collector from
+``torchrl.collectors`` becomes one from ``distcollect``, as in ``yardstick.py``. The scripts of
+TorchRL's ``Trainer`` import no collector, but name its class in their configuration, and so there
+the name is changed. Budgets are made small by arguments of the script, or where it has none in its
+text (``script_list.py``).
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shutil
@@ -29,8 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from script_list import SCRIPTS, Script
-from yardstick import our_names, plain_environment, swapped
+from script_list import Script
+from yardstick import plain_environment, swapped
 
 LIMIT_S = 600
 
@@ -105,51 +96,3 @@ def copy_script(script: Script, checkout: Path, folder: Path, ours: frozenset[st
             text = re.sub(pattern, replacement, text, flags=re.MULTILINE)
         path.write_text(text)
     return main
-
-
-def show_whether_they_run(given: argparse.Namespace, scripts: dict[str, Script]) -> None:
-    """Print a row for each script: whether it runs, and its last line if it doesn't."""
-    ours = frozenset() if given.theirs else our_names()
-    print("| script | runs | otherwise |\n|---|---|---|", flush=True)
-    for name, script in scripts.items():
-        outcome = run(script, given.checkout, ours, log=_log(given, name))
-        note = "" if outcome.succeeded else outcome.last[:200].replace("|", "/")
-        runs = "yes" if outcome.succeeded else "no"
-        print(f"| {_shown(name, script)} | {runs} | {note} |", flush=True)
-
-
-def _shown(name: str, script: Script) -> str:
-    """The path of a script, with what its name says beyond that."""
-    path = script.path.removeprefix("tutorials/sphinx-tutorials/")
-    *_, variant = name.rpartition(", ")
-    return f"`{path}`" + (f", {variant}" if ", " in name else "")
-
-
-def _log(given: argparse.Namespace, name: str) -> Path | None:
-    return None if given.logs is None else given.logs / f"{name.replace(' ', '-')}.txt"
-
-
-def _means(given: str, name: str) -> bool:
-    return given == name if given in SCRIPTS else given in name
-
-
-def main() -> None:
-    """Run the scripts, and print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("checkout", type=Path, help="a checkout of pytorch/rl")
-    parser.add_argument("name", nargs="*", help="only scripts whose names contain one of these")
-    parser.add_argument("--theirs", action="store_true", help="with TorchRL's own collectors")
-    parser.add_argument("--logs", type=Path, help="a folder for what the scripts print")
-    given = parser.parse_args()
-    scripts = {
-        name: script
-        for name, script in SCRIPTS.items()
-        if not given.name or any(_means(part, name) for part in given.name)
-    }
-    show_whether_they_run(given, scripts)
-
-
-if __name__ == "__main__":
-    main()

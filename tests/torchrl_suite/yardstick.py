@@ -1,11 +1,5 @@
 """Runs TorchRL's own tests of its collectors with the collectors of this package in their place.
 
-::
-
-    python tests/torchrl_suite/yardstick.py /tmp/rl               # all, with ours
-    python tests/torchrl_suite/yardstick.py /tmp/rl TestRPCCollector  # one class
-    python tests/torchrl_suite/yardstick.py /tmp/rl --theirs       # with TorchRL's: the reference
-
 The checkout has to be of the release that is installed. Its tests are copied into a temporary
 folder, and in the copy each import of a collector from ``torchrl.collectors`` that this package
 has under the same name becomes an import from ``distcollect``. A statement of a test that reads or
@@ -14,16 +8,14 @@ is what checks the values that it read, and the one test of what is inside of a 
 is changed.
 
 A test counts if it passes with TorchRL's own collectors here (``reference.txt`` has those, written
-by ``--theirs``). Not counted are those that use no collector of ours, and those that replace
-private parts of TorchRL (``excluded.txt`` has both, with the reason). Where a collector of ours
-differs by design, its test counts as not passed, and ``differs.txt`` has the reason.
+by ``judge.py --theirs``). Not counted are those that use no collector of ours, and those that
+replace private parts of TorchRL (``excluded.txt`` has both, with the reason). Where a collector of
+ours differs by design, its test counts as not passed, and ``differs.txt`` has the reason.
 
-TorchRL's tests need ``pip install psutil``.
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
 import collections
 import fnmatch
@@ -284,18 +276,6 @@ def canonical(test_id: str) -> str:
     return test_id
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("checkout", type=Path, help="a checkout of pytorch/rl")
-    parser.add_argument("pattern", nargs="*", help="only ids that contain one of these")
-    parser.add_argument("--theirs", action="store_true", help="run TorchRL's own collectors")
-    parser.add_argument("--jobs", type=int, default=1, help="tests at a time")
-    parser.add_argument("--tracebacks", action="store_true", help="print those of the failures")
-    return parser.parse_args()
-
-
 @dataclass(frozen=True)
 class Judged:
     """What became of the tests that were chosen.
@@ -358,15 +338,6 @@ def judge(
     return Judged(reasons, outcomes, num_left_out)
 
 
-def main() -> None:
-    """Run the tests, and print what became of them."""
-    given = parse()
-    judged = judge(given.checkout, given.pattern, theirs=given.theirs, jobs=given.jobs)
-    if given.theirs:
-        write_reference(judged.outcomes, merge=bool(given.pattern))
-    report(judged, tracebacks=given.tracebacks)
-
-
 def write_reference(outcomes: dict[str, dict[str, Any]], *, merge: bool) -> None:
     """Write the list of the tests that TorchRL's own collectors pass."""
     known = dict(read_list(REFERENCE)) if merge else {}
@@ -378,32 +349,15 @@ def write_reference(outcomes: dict[str, dict[str, Any]], *, merge: bool) -> None
     REFERENCE.write_text(head + "".join(f"{i}  {s}\n" for i, s in known.items()))
 
 
-def report(judged: Judged, *, tracebacks: bool) -> None:
-    """Print what failed, why tests don't count, and the table."""
+def report(judged: Judged) -> None:
+    """Print what failed, with its traceback, and why tests don't count."""
     differs = list(read_list(DIFFERS))
     for i, outcome in judged.outcomes.items():
         if judged.reasons[i] is None and outcome["outcome"] != "passed":
-            _show(outcome, excluded_for(canonical(i), differs), tracebacks=tracebacks)
+            meant = excluded_for(canonical(i), differs)
+            what = "differs" if meant else outcome["outcome"]
+            print(f"{what}: {i}\n    {meant or outcome['reason']}")
     counts = collections.Counter(reason for reason in judged.reasons.values() if reason is not None)
     for reason, count in counts.most_common():
         print(f"not counted: {count:4}  {reason}")
     print(f"statements left out, as they need a private member: {judged.num_left_out}")
-    print(f"\n{HEAD}")
-    for name in (part.rpartition("::")[2] for part in SELECTED):
-        if any(name in i for i in judged.reasons):
-            print(judged.row(name))
-
-
-def _show(outcome: dict[str, Any], differs: str | None, *, tracebacks: bool) -> None:
-    """Print a test that did not pass; ``differs``: why it should not."""
-    if differs is not None:
-        print(f"differs: {outcome['id']}\n    {differs}")
-        return
-    last = [line for line in outcome["reason"].splitlines() if line.strip()]
-    print(f"{outcome['outcome']}: {outcome['id']}\n    {last[-1][:300] if last else ''}")
-    if tracebacks:
-        print(outcome["reason"])
-
-
-if __name__ == "__main__":
-    main()
