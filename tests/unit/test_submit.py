@@ -15,7 +15,7 @@ import distcollect as dc
 from distcollect.commands.main import main
 from distcollect.integrations.slurm import disks, states
 from distcollect.integrations.slurm.status import trainer_in_words
-from distcollect.integrations.slurm.submit import _check_folder, minutes
+from distcollect.integrations.slurm.submit import check_folder, minutes
 from distcollect.launch.run_folder import ENDED, LISTENING, REQUEUED, NotYet, RunFolder, RunOver
 
 SCRIPT = SCRIPTS / "train_submitted.py"
@@ -256,4 +256,4 @@ def test_a_folder_of_another_user_is_refused(tmp_path: Path, linked: bool) -> No
 def test_submit_refuses_such_a_folder(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     with pytest.raises(dc.ArgumentError, match=r"run-folder .*others may write to it \(drwxrwxrwx"):
-        _check_folder(RunFolder(tmp_path), trusted=True)
+        check_folder(RunFolder(tmp_path), trusted=True)

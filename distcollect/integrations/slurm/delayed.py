@@ -24,29 +24,22 @@ T = TypeVar("T")
 
 # Submitit's names of what a job requests, without "slurm_", and the options of `distcollect submit`
 # for them: of the trainer's job, and of the jobs of workers.
-_TRAINER_OPTIONS = {
-    "timeout_min": "--time",
-    "time": "--time",
-    "partition": "--partition",
-    "cpus_per_task": "--cpus-per-task",
-    "gpus_per_node": "--gpus-per-node",
-    "mem_gb": "--mem-gb",
-    "tasks_per_node": "--tasks-per-node",
-    "ntasks_per_node": "--tasks-per-node",
+_OPTIONS = {
+    "timeout_min": ("--time", "--worker-time"),
+    "time": ("--time", "--worker-time"),
+    "partition": ("--partition", "--worker-partition"),
+    "cpus_per_task": ("--cpus-per-task", "--worker-cpus"),
+    "gpus_per_node": ("--gpus-per-node", "--worker-gpus"),
+    "mem_gb": ("--mem-gb", "--worker-mem-gb"),
+    "tasks_per_node": ("--tasks-per-node", "--worker-tasks"),
+    "ntasks_per_node": ("--tasks-per-node", "--worker-tasks"),
+}
+_TRAINER_OPTIONS = {name: option for name, (option, _) in _OPTIONS.items()} | {
     "nodes": "--nodes",
     "name": "--name",
     "job_name": "--name",
 }
-_WORKER_OPTIONS = {
-    "timeout_min": "--worker-time",
-    "time": "--worker-time",
-    "partition": "--worker-partition",
-    "cpus_per_task": "--worker-cpus",
-    "gpus_per_node": "--worker-gpus",
-    "mem_gb": "--worker-mem-gb",
-    "tasks_per_node": "--worker-tasks",
-    "ntasks_per_node": "--worker-tasks",
-}
+_WORKER_OPTIONS = {name: option for name, (_, option) in _OPTIONS.items()}
 # Where TorchRL keeps the requests of jobs for which nothing is given: scripts change them there.
 _THEIR_DEFAULTS = "torchrl.collectors.distributed.default_configs"
 

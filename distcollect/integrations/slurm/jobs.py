@@ -10,7 +10,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -20,7 +19,7 @@ from submitit.slurm import slurm as submitit_slurm
 from distcollect.common import process_exit
 from distcollect.errors import LaunchError
 from distcollect.integrations.slurm import task
-from distcollect.integrations.slurm.task import Task, run_command
+from distcollect.integrations.slurm.task import SlurmTask, run_command
 from distcollect.launch import run_folder
 from distcollect.launch.run_folder import RUN_VARIABLE, TOKEN_VARIABLE, RunFolder
 
@@ -33,11 +32,15 @@ for _module in (task, run_folder, process_exit):
     cloudpickle.register_pickle_by_value(_module)
 
 
-@dataclass(frozen=True)
-class Resources:
-    """The resources that a job requests from SLURM.
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One job, or an array of equal jobs, and what each of them requests from SLURM.
 
     Attributes:
+        name: its name in SLURM's queue.
+        trains: whether its first task is the trainer.
+        command: the command that each task runs.
+        count: number of jobs; more than one make an array.
         nodes: number of hosts.
         tasks_per_node: processes on each host.
         cpus_per_task: cores of each process.
@@ -48,6 +51,10 @@ class Resources:
         setup: shell lines that run first.
     """
 
+    name: str
+    trains: bool
+    command: Sequence[str]
+    count: int = 1
     nodes: int = 1
     tasks_per_node: int = 1
     cpus_per_task: int = 1
@@ -57,29 +64,16 @@ class Resources:
     further: Mapping[str, str] = field(default_factory=dict)
     setup: Sequence[str] = ()
 
-
-@dataclass(frozen=True)
-class Job:
-    """One job, or an array of equal jobs.
-
-    Attributes:
-        name: its name in SLURM's queue.
-        trains: whether its first task is the trainer.
-        resources: of each job.
-        command: the command that each task runs.
-        count: number of jobs; more than one make an array.
-    """
-
-    name: str
-    trains: bool
-    resources: Resources
-    command: Sequence[str]
-    count: int = 1
-
     @property
     def num_tasks(self) -> int:
         """Number of tasks in each job."""
-        return self.resources.nodes * self.resources.tasks_per_node
+        return self.nodes * self.tasks_per_node
+
+    @property
+    def about(self) -> str:
+        """Who runs in it, and how often it is submitted, in words."""
+        who = "trainer" if self.trains else "workers"
+        return who if self.count == 1 else f"{who}, {self.count} times"
 
 
 @dataclass(frozen=True)
@@ -88,15 +82,13 @@ class Submitter:
 
     Attributes:
         folder: the run's folder.
-        cwd: the working folder of the scripts.
-        notice_s: how many seconds before the time limit SLURM sends its signal.
-        max_time_limits: how often a job is requeued at its time limit.
+        settings: what the run's ``run.json`` holds; of it the scripts' working folder "cwd",
+            "notice_s", how many seconds before the time limit SLURM sends its signal, and
+            "max_time_limits", how often a job is requeued at its time limit.
     """
 
     folder: RunFolder
-    cwd: Path
-    notice_s: int
-    max_time_limits: int
+    settings: Mapping[str, Any]
 
     def sbatch_file(self, job: Job) -> str:
         """The file that is given to sbatch.
@@ -139,36 +131,28 @@ class Submitter:
         Raises:
             LaunchError: SLURM refused.
         """
-        executor = submitit.SlurmExecutor(self.folder.logs, max_num_timeout=self.max_time_limits)
+        most = self.settings["max_time_limits"]
+        executor = submitit.SlurmExecutor(self.folder.logs, max_num_timeout=most)
         executor.update_parameters(**self._parameters(job))
-        tasks = [self._task(job) for _ in range(job.count)]
+        tasks = [self.task(job) for _ in range(job.count)]
+        errors = submitit.core.utils.FailedJobError, submitit.core.utils.FailedSubmissionError
         try:
             submitted = executor.submit_array(tasks)
-        except (
-            submitit.core.utils.FailedJobError,
-            submitit.core.utils.FailedSubmissionError,
-        ) as error:
+        except errors as error:
             raise LaunchError(f"sbatch refused the job {job.name!r}: {error}") from error
         job_id = str(submitted[0].job_id).split("_")[0]
-        self.folder.write(
-            f"jobs/{job_id}.json",
-            {
-                "id": job_id,
-                "trains": job.trains,
-                "count": job.count,
-                "num_tasks": job.num_tasks,
-                "submitted": time.time(),
-            },
-        )
+        about = {"trains": job.trains, "count": job.count, "num_tasks": job.num_tasks}
+        self.folder.write(f"jobs/{job_id}.json", {"id": job_id, **about, "submitted": time.time()})
         return job_id
 
-    def _task(self, job: Job) -> Task:
-        return Task(
+    def task(self, job: Job) -> SlurmTask:
+        """What each task of a job runs."""
+        return SlurmTask(
             list(job.command),
             str(self.folder.path),
-            str(self.cwd),
+            str(self.settings["cwd"]),
             job.trains,
-            max(5.0, self.notice_s - _REQUEUE_S),
+            max(5.0, self.settings["notice_s"] - _REQUEUE_S),
             {
                 RUN_VARIABLE: str(self.folder.path),
                 TOKEN_VARIABLE: str(self.folder.token_file),
@@ -177,31 +161,27 @@ class Submitter:
         )
 
     def _parameters(self, job: Job) -> dict[str, Any]:
-        resources = job.resources
         # A host or a task that fails must not end the others.
         further: dict[str, str | bool] = {"requeue": True, "no-kill": True}
-        further |= {name: value or True for name, value in resources.further.items()}
+        further |= {name: value or True for name, value in job.further.items()}
         parameters = {
             "job_name": job.name,
-            "nodes": resources.nodes,
-            "ntasks_per_node": resources.tasks_per_node,
-            "cpus_per_task": resources.cpus_per_task,
-            "time": resources.time_min,
-            "signal_delay_s": self.notice_s,
-            "setup": list(resources.setup) or None,
+            "nodes": job.nodes,
+            "ntasks_per_node": job.tasks_per_node,
+            "cpus_per_task": job.cpus_per_task,
+            "gpus_per_node": job.gpus_per_node or None,
+            "mem": None if job.mem_gb is None else f"{round(job.mem_gb * 1024)}MB",
+            "time": job.time_min,
+            "signal_delay_s": self.settings["notice_s"],
+            "setup": list(job.setup) or None,
             "additional_parameters": further,
             # From SLURM 22.05 on, srun doesn't inherit sbatch's number of CPUs.
             "srun_args": [
                 *("--kill-on-bad-exit=0", "--wait=0", "--no-kill", "--open-mode=append"),
-                f"--cpus-per-task={resources.cpus_per_task}",
+                f"--cpus-per-task={job.cpus_per_task}",
             ],
-            "wckey": None,
         }
-        if resources.gpus_per_node:
-            parameters["gpus_per_node"] = resources.gpus_per_node
-        if resources.mem_gb is not None:
-            parameters["mem"] = f"{round(resources.mem_gb * 1024)}MB"
-        return parameters
+        return {**{k: v for k, v in parameters.items() if v is not None}, "wckey": None}
 
 
 def partitions() -> dict[str, str]:

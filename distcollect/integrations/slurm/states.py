@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from distcollect.integrations.slurm.jobs import COMMAND_TIMEOUT_S
 from distcollect.integrations.slurm.task import run_command
@@ -48,8 +48,7 @@ ENDINGS = {
 UNKNOWN = "UNKNOWN"
 
 
-@dataclass(frozen=True)
-class JobState:
+class JobState(NamedTuple):
     """The state of one job, or of one job of an array.
 
     Attributes:
@@ -134,13 +133,13 @@ def parse_scontrol(shown: str) -> Iterator[JobState]:
             int(number or 0),
             int(words.get("Restarts", 0)),
             words.get("RunTime", ""),
-            "" if words.get("NodeList") == "(null)" else words.get("NodeList", ""),
+            words.get("NodeList", "").replace("(null)", ""),
         )
-        array = words.get("ArrayJobId")
-        indices = _indices(words.get("ArrayTaskId", "")) if array else [None]
-        for index in indices:
-            job_id = about.job_id if index is None else f"{array}_{index}"
-            yield JobState(job_id, *list(vars(about).values())[1:])
+        if "ArrayJobId" not in words:
+            yield about
+            continue
+        for index in _indices(words.get("ArrayTaskId", "")):
+            yield about._replace(job_id=f"{words['ArrayJobId']}_{index}")
 
 
 def parse_sacct(shown: str) -> list[JobState]:
@@ -152,18 +151,10 @@ def parse_sacct(shown: str) -> list[JobState]:
         job_id, words, codes, elapsed, nodes = line.split("|")[:5]
         state, _, reason = words.partition(" ")  # "CANCELLED by 1000"
         code, _, number = codes.partition(":")
-        found.append(
-            JobState(
-                job_id,
-                state,
-                reason,
-                int(code) if state in ENDINGS and code.isdigit() else None,
-                int(number) if number.isdigit() else 0,
-                0,
-                elapsed,
-                "" if nodes == "None assigned" else nodes,
-            )
-        )
+        exit_code = int(code) if state in ENDINGS and code.isdigit() else None
+        signal = int(number) if number.isdigit() else 0
+        nodes = nodes.replace("None assigned", "")
+        found.append(JobState(job_id, state, reason, exit_code, signal, 0, elapsed, nodes))
     return found
 
 

@@ -26,7 +26,10 @@ _MOST_TAILS = 3
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument(
-        "run_folder", type=Path, help="the run folder that 'distcollect submit' printed"
+        "run_folder",
+        nargs="+",
+        type=Path,
+        help="the run folder that 'distcollect submit' printed; or several, as in runs/train-*",
     )
     parser.add_argument(
         "--wait", action="store_true", help="show changes until the trainer has ended"
@@ -34,19 +37,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Print the state of the run; 1 if the trainer failed.
+    """Print the states of runs; 1 if a trainer failed.
 
     Raises:
-        ArgumentError: the folder holds no run.
+        ArgumentError: a folder holds no run.
         LaunchError: there is no SLURM here.
     """
-    folder = run_in(given.run_folder)
+    folders = [run_in(path) for path in given.run_folder]
     check_slurm()
     if given.wait:
-        return follow(folder)
-    report = Report(folder)
-    print(report.text)
-    return report.exit_code
+        return max(map(follow, folders))
+    reports = list(map(Report, folders))
+    print("\n\n".join(report.text for report in reports))
+    return max(report.exit_code for report in reports)
 
 
 def run_in(path: Path) -> RunFolder:

@@ -7,13 +7,13 @@ import re
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from distcollect.commands.argtypes import above_0, count, natural
 from distcollect.errors import ArgumentError, LaunchError
 from distcollect.integrations.slurm import disks, status
 from distcollect.integrations.slurm.jobs import (
     Job,
-    Resources,
     Submitter,
     check_slurm,
     partitions,
@@ -127,25 +127,34 @@ def run(given: argparse.Namespace) -> int:
             f"{given.script} is not a file: name the training script, as seen from {Path.cwd()}"
         )
     name = given.name or script.stem
-    folder = RunFolder(_run_folder(given, name))
+    default = Path("runs", f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    folder = RunFolder((given.run_folder or default).absolute())
     shortest = min(given.time, given.worker_time or given.time)
     if given.notice >= 60 * shortest:
         raise ArgumentError(
             f"--notice {given.notice} s is all of the {shortest} minute(s) that a job has: it "
             "would be told to end when it begins; ask for more --time, or a shorter --notice"
         )
-    command = [sys.executable, "-u", str(script), *given.arguments]
-    jobs = [Job(name, trains=True, resources=_resources(given), command=command)]
+    jobs = [
+        Job(
+            name=name,
+            trains=True,
+            command=[sys.executable, "-u", str(script), *given.arguments],
+            nodes=given.nodes,
+            tasks_per_node=given.tasks_per_node,
+            cpus_per_task=given.cpus_per_task,
+            gpus_per_node=given.gpus_per_node,
+            mem_gb=given.mem_gb,
+            time_min=given.time,
+            further=_further(given, given.partition, given.slurm),
+            setup=given.setup,
+        )
+    ]
     if given.worker_jobs:
         jobs.append(_worker_job(given, folder, name))
-    submitter = Submitter(folder, Path.cwd(), given.notice, given.max_time_limits)
-    if given.dry_run:
-        return _show(submitter, jobs)
-    _check_folder(folder, trusted=given.trust_folder)
-    _check_jobs(given, submitter, jobs)
     settings = {
         "name": name,
-        "command": command,
+        "command": jobs[0].command,
         "script_folder": str(script.parent),
         "cwd": str(Path.cwd()),
         "num_tasks": jobs[0].num_tasks,
@@ -155,6 +164,11 @@ def run(given: argparse.Namespace) -> int:
         "max_time_limits": given.max_time_limits,
         "submitted": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
+    submitter = Submitter(folder, settings)
+    if given.dry_run:
+        return _show(submitter, jobs)
+    check_folder(folder, trusted=given.trust_folder)
+    _check_jobs(given, submitter, jobs)
     folder.create(settings)
     return _submit(given, submitter, jobs)
 
@@ -179,9 +193,7 @@ def _add_workers(given: argparse.Namespace) -> int:
             f"the run in {folder.path} was submitted as one task that starts its own workers: "
             "no other worker can join it. Submit its script again, with --worker-jobs"
         )
-    submitter = Submitter(
-        folder, Path(settings["cwd"]), settings["notice_s"], settings["max_time_limits"]
-    )
+    submitter = Submitter(folder, settings)
     jobs = [_worker_job(given, folder, settings["name"])]
     if given.dry_run:
         return _show(submitter, jobs)
@@ -189,21 +201,15 @@ def _add_workers(given: argparse.Namespace) -> int:
     return _submit(given, submitter, jobs)
 
 
-def _run_folder(given: argparse.Namespace, name: str) -> Path:
-    if given.run_folder is not None:
-        return Path(given.run_folder).absolute()
-    return Path.cwd() / "runs" / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-
-
 def _show(submitter: Submitter, jobs: list[Job]) -> int:
     for job in jobs:
-        times = f", {job.count} times" if job.count > 1 else ""
-        print(f"# {'trainer' if job.trains else 'workers'}: {job.num_tasks} task(s){times}")
-        print(submitter.sbatch_file(job))
+        who, comma, times = job.about.partition(",")
+        print(f"# {who}: {job.num_tasks} task(s){comma}{times}\n{submitter.sbatch_file(job)}")
     return 0
 
 
-def _check_folder(folder: RunFolder, *, trusted: bool) -> None:
+def check_folder(folder: RunFolder, *, trusted: bool) -> None:
+    """Raise ArgumentError if the jobs of a run could not meet in ``folder``, or not safely."""
     if folder.settings or folder.token_file.exists():
         raise ArgumentError(
             f"{folder.path} holds a run already: name another --run-folder. A run that was "
@@ -239,7 +245,7 @@ def _check_jobs(given: argparse.Namespace, submitter: Submitter, jobs: list[Job]
             have = "\n".join(f"  {name}: {about}" for name, about in known.items())
             raise LaunchError(
                 f"SLURM would not run the {'trainer' if job.trains else 'workers'}: {problem}\n"
-                f"requested: {job.resources}\nthe cluster has\n{have}\n"
+                f"requested: {job}\nthe cluster has\n{have}\n"
                 "(--no-check submits anyway)"
             )
 
@@ -247,46 +253,34 @@ def _check_jobs(given: argparse.Namespace, submitter: Submitter, jobs: list[Job]
 def _submit(given: argparse.Namespace, submitter: Submitter, jobs: list[Job]) -> int:
     path = submitter.folder.path
     for job in jobs:
-        job_id = submitter.submit(job)
-        kind = "trainer" if job.trains else "workers"
-        print(f"{kind}: job {job_id}{f', {job.count} times' if job.count > 1 else ''}", flush=True)
+        who, comma, times = job.about.partition(",")
+        print(f"{who}: job {submitter.submit(job)}{comma}{times}", flush=True)
     print(
         f"run folder: {path}\n  distcollect status {path}\n  distcollect cancel {path}", flush=True
     )
     return status.follow(submitter.folder) if given.wait else 0
 
 
-def _resources(given: argparse.Namespace) -> Resources:
-    return Resources(
-        given.nodes,
-        given.tasks_per_node,
-        given.cpus_per_task,
-        given.gpus_per_node,
-        given.mem_gb,
-        given.time,
-        _further(given, given.partition, given.slurm),
-        given.setup,
-    )
-
-
 def _worker_job(given: argparse.Namespace, folder: RunFolder, name: str) -> Job:
-    cpus = given.worker_cpus or given.cpus_per_task
-    resources = Resources(
-        1,
-        given.worker_tasks,
-        cpus,
-        given.worker_gpus,
-        given.mem_gb if given.worker_mem_gb is None else given.worker_mem_gb,
-        given.worker_time or given.time,
-        _further(
-            given,
-            given.worker_partition or given.partition,
-            given.slurm if given.worker_slurm is None else given.worker_slurm,
-        ),
-        given.setup,
+    def own(option: str, default: Any) -> Any:
+        value = getattr(given, f"worker_{option}")
+        return default if value is None else value
+
+    cpus = own("cpus", given.cpus_per_task)
+    partition = own("partition", given.partition)
+    return Job(
+        name=f"{name}-workers",
+        trains=False,
+        command=worker_command(folder, cpus),
+        count=given.worker_jobs,
+        tasks_per_node=given.worker_tasks,
+        cpus_per_task=cpus,
+        gpus_per_node=given.worker_gpus,
+        mem_gb=own("mem_gb", given.mem_gb),
+        time_min=own("time", given.time),
+        further=_further(given, partition, own("slurm", given.slurm)),
+        setup=given.setup,
     )
-    command = worker_command(folder, cpus)
-    return Job(f"{name}-workers", False, resources, command, given.worker_jobs)
 
 
 def _further(
@@ -311,15 +305,10 @@ def minutes(text: str) -> int:
         raise argparse.ArgumentTypeError(
             f"{text!r}: must be like 90 (minutes), 12:00:00 or 2-00:00:00"
         )
-    days, *parts = (None if part is None else int(part) for part in match.groups())
-    first, second, third = parts
-    assert first is not None
-    if days is not None:
-        seconds = days * 86_400 + first * 3600 + (second or 0) * 60 + (third or 0)
-    elif third is not None:
-        seconds = first * 3600 + (second or 0) * 60 + third
-    else:
-        seconds = first * 60 + (second or 0)
+    days, *parts = match.groups()
+    numbers = [int(part) for part in parts if part is not None]
+    units = (60, 1) if days is None and len(numbers) < 3 else (3600, 60, 1)
+    seconds = int(days or 0) * 86_400 + sum(n * s for n, s in zip(numbers, units, strict=False))
     if seconds == 0:
         raise argparse.ArgumentTypeError(f"{text!r}: must be more than 0, such as 90 (minutes)")
     return -(-seconds // 60)

@@ -8,7 +8,7 @@ What happens on which event:
 
 ==============================  ================================================================
 SIGUSR2 (time is nearly up, or  The task sends SIGTERM to its script. In task 0 submitit then has
-preempted, where the site asks  the job requeued: see :meth:`Task.checkpoint`.
+preempted, where the site asks  the job requeued: see :meth:`SlurmTask.checkpoint`.
 for it)
 SIGTERM while the job runs      Preempted, on sites that send only this signal: the same.
 SIGTERM otherwise               Cancelled, or out of time: the task sends SIGTERM to its script.
@@ -54,7 +54,7 @@ class _Finished(BaseException):
 
 
 @dataclass
-class Task:
+class SlurmTask:
     """Runs a command in each task of a job; picklable.
 
     Attributes:
