@@ -92,10 +92,14 @@ def test_lags_are_of_the_frames_in_between() -> None:
     assert history.lags == {0: 30, 2: 50}
 
 
-def test_several_snapshots_make_a_point() -> None:
+def test_of_many_snapshots_some_make_points() -> None:
     rates = [2.0, 4.0, 9.0]
-    history = history_of([snapshot(t, frames_per_s=r) for t, r in enumerate(rates)], per_point=2)
-    assert [(p.t_s, p.frames_per_s) for p in history.points] == [(1, 3.0), (2, 9.0)]
+    told = [
+        snapshot(t, frames_per_s=rate, lag={"frames": {"1": 10 * t, "3": t}})
+        for t, rate in enumerate(rates)
+    ]
+    points = history_of(told, per_point=2).points
+    assert [(p.t_s, p.frames_per_s, p.lag_max) for p in points] == [(1, 4.0, 3), (2, 9.0, 3)]
 
 
 def test_a_clock_that_is_set_back_turns_no_curve_back() -> None:

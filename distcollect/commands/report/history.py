@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from distcollect.errors import ArgumentError
-from distcollect.results import EnvFault, Stats
+from distcollect.results import EnvFault, Lags, Stats
 from distcollect.telemetry.stats_file import STATS_FILE, Snapshot, opened, snapshots
 
 # A curve of the page's width can't show more.
@@ -124,34 +124,36 @@ def read(file: Path) -> History:
 
 
 def history_of(given: Iterable[Snapshot], *, per_point: int = 1) -> History:
-    """The history from snapshots in order of time; ``per_point`` of them make one point."""
+    """The history from snapshots in order of time; one of ``per_point`` of them makes a point."""
     history = History()
     last: Snapshot | None = None
+    plotted: Snapshot | None = None  # the last one of this collector that made a point
     faults: set[EnvFault] = set()
     begun_s = t_s = 0.0  # begin of a collector, and time of its last snapshot
-    waiting: list[Point] = []
-    for snapshot in given:
+    for number, snapshot in enumerate(given, start=1):
         elapsed_s = snapshot.get("elapsed_s", 0.0)
         if last is None:
             history.begun_at = snapshot["time"] - elapsed_s
         elif _is_of_another(snapshot, last):
-            _add_point(history, waiting)
+            if plotted is not last:
+                history.points.append(_point(t_s, last, plotted))
             history.points.append(None)
             _settle(history, last)
-            last = None
+            last = plotted = None
             begun_s = max(t_s, snapshot["time"] - elapsed_s - history.begun_at)
         since_s = begun_s if last is None else t_s
         # By elapsed_s, which only rises: a host's clock may be set back.
         t_s = begun_s + elapsed_s
-        waiting.append(_point(t_s, snapshot, last))
         _note_workers(history, since_s, t_s, snapshot, last)
         faults.update(Stats.from_dict({"env_faults": snapshot.get("env_faults", ())}).env_faults)
-        if len(waiting) >= per_point:
-            _add_point(history, waiting)
         last = snapshot
-    _add_point(history, waiting)
+        if number % per_point == 0:
+            history.points.append(_point(t_s, snapshot, plotted))
+            plotted = snapshot
     history.env_faults = sorted(faults, key=lambda fault: fault.time)
     if last is not None:
+        if plotted is not last:
+            history.points.append(_point(t_s, last, plotted))
         _settle(history, last)
         history.collector = last.get("collector", "")
         history.bottleneck = str(last.get("bottleneck", ""))
@@ -166,43 +168,21 @@ def _is_of_another(snapshot: Snapshot, last: Snapshot) -> bool:
 
 
 def _point(t_s: float, snapshot: Snapshot, last: Snapshot | None) -> Point:
-    before = _lags(last) if last is not None else Counter[int]()
-    new = {lag: count - before[lag] for lag, count in _lags(snapshot).items()}
-    new = {lag: count for lag, count in new.items() if count > 0}
+    new = _lags(snapshot) - (_lags(last) if last is not None else Counter())
     episodes = snapshot.get("episodes", {})
     return Point(
         t_s,
         snapshot["frames_per_s"],
         episodes.get("mean_return"),
         episodes.get("mean_length"),
-        sum(lag * count for lag, count in new.items()) / sum(new.values()) if new else None,
-        max(new) if new else None,
+        Lags(new).mean if new else None,
+        Lags(new).max if new else None,
         episodes.get("metrics", {}),
     )
 
 
 def _lags(snapshot: Snapshot) -> Counter[int]:
     return Counter({int(lag): n for lag, n in snapshot.get("lag", {}).get("frames", {}).items()})
-
-
-def _add_point(history: History, waiting: list[Point]) -> None:
-    """Add one point: the mean of those in ``waiting``."""
-    if not waiting:
-        return
-    columns = list(zip(*waiting, strict=True))
-    rate, episode_return, episode_length, lag = map(_mean, columns[1:5])
-    highest = max((point.lag_max for point in waiting if point.lag_max is not None), default=None)
-    last = waiting[-1]
-    metrics = {name: _mean(p.metrics.get(name) for p in waiting) for name in last.metrics}
-    history.points.append(
-        Point(last.t_s, rate, episode_return, episode_length, lag, highest, metrics)
-    )
-    waiting.clear()
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
 
 
 def _note_workers(
