@@ -94,10 +94,9 @@ def run(given: argparse.Namespace) -> int:
 
 
 def _collect(given: argparse.Namespace) -> int:
-    for name in ("frames", "envs_per_worker"):
-        positive(f"--{name.replace('_', '-')}", getattr(given, name))
-    for name in ("num_workers", "frames_per_batch"):
-        positive(f"--{name.replace('_', '-')}", getattr(given, name), optional=True)
+    for name in ("frames", "envs_per_worker", "num_workers", "frames_per_batch"):
+        is_optional = name in ("num_workers", "frames_per_batch")
+        positive(f"--{name.replace('_', '-')}", getattr(given, name), optional=is_optional)
     import_from_here()  # for --env module:ID as well
     policy = named_policy(given.policy, given.weights, trust=given.trust_policy)
     minari = _minari_target(given)
@@ -195,12 +194,12 @@ def _monitor() -> Monitor | None:
     """Without a display on a terminal, print a line from time to time."""
     if is_terminal(sys.stderr) or not wants_view(Monitor()):
         return None
-    return Monitor(view=False, callback=_print_progress, every_s=_PRINT_EVERY_S)
 
+    def show(stats: Stats) -> None:
+        if not stats.ended:
+            _print(log_line(stats))
 
-def _print_progress(stats: Stats) -> None:
-    if not stats.ended:
-        _print(log_line(stats))
+    return Monitor(view=False, callback=show, every_s=_PRINT_EVERY_S)
 
 
 def _resume(collector: RPCDataCollector, saved: SavedFrames, seed: int | None) -> None:

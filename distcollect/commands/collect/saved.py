@@ -87,24 +87,23 @@ class SavedFrames:
         }
         self._frames: TensorDict | None = None
         self._files: list[int] = []
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(folder, os.O_RDONLY)
-        except OSError as error:
-            raise ArgumentError(
-                f"--out {folder} can't be a folder of frames ({error.strerror}): name another"
-            ) from error
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with contextlib.ExitStack() as undo:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                self._lock = os.open(folder, os.O_RDONLY)
+                undo.callback(os.close, self._lock)
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise CollectorStateError(
+                    f"--out {folder}: another process is writing there; wait for it, or name "
+                    "another"
+                ) from None
+            except OSError as error:
+                raise ArgumentError(
+                    f"--out {folder} can't be a folder of frames ({error.strerror}): name another"
+                ) from error
             self._read()
-        except BlockingIOError:
-            os.close(self._lock)
-            raise CollectorStateError(
-                f"--out {folder}: another process is writing there; wait for it, or name another"
-            ) from None
-        except BaseException:
-            os.close(self._lock)
-            raise
+            undo.pop_all()
 
     def _read(self) -> None:
         if not (self.folder / RECORD).exists():

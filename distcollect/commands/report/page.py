@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import operator
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from html import escape
 
 from distcollect.commands.report.charts import Curve, Lane, bars, curves, duration, lanes, short
-from distcollect.commands.report.history import Event, History, Point
+from distcollect.commands.report.history import History, Point
 
 _MAX_LANES = 64
 _MAX_FAULTS = 100
@@ -63,14 +64,10 @@ def page(history: History, name: str) -> str:
         f"<h1>{escape(name)}</h1>",
         f'<p class="soft">{escape(history.collector)}, begun {begun}{state}</p>',
         _tiles(history),
+        f'<p class="bottleneck">{escape(history.bottleneck)}</p>' if history.bottleneck else "",
     ]
-    if history.bottleneck:
-        parts.append(f'<p class="bottleneck">{escape(history.bottleneck)}</p>')
-    parts += _curves(history)
-    parts += _workers(history)
-    parts += _lags(history)
-    parts += _ledger(history)
-    parts += _env_faults(history)
+    for section in (_curves, _workers, _lags, _ledger, _env_faults):
+        parts += section(history)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -98,16 +95,15 @@ def _tiles(history: History) -> str:
     return f'<div class="tiles">{"".join(cells)}</div>'
 
 
-def _over_time(
-    history: History, of: Callable[[Point], float | None]
-) -> list[tuple[float, float] | None]:
-    # Where a figure is unknown, as with no batch since the last snapshot, the curve goes on.
+def _curve(name: str, style: str, history: History, of: Callable[[Point], float | None]) -> Curve:
+    """A figure over time; where it is unknown, as with no batch in between, the curve goes on."""
     values = [(point, None if point is None else of(point)) for point in history.points]
-    return [
+    at = [
         None if point is None or value is None else (point.t_s, value)
         for point, value in values
         if point is None or value is not None
     ]
+    return Curve(name, style, at)
 
 
 def _curves(history: History) -> list[str]:
@@ -118,25 +114,25 @@ def _curves(history: History) -> list[str]:
         ("Episode return, mean of the last hundred", "episode_return"),
         ("Episode length in frames, mean of the last hundred", "episode_length"),
     ):
-        at = _over_time(history, operator.attrgetter(figure))
-        curve = Curve(title.partition(",")[0].lower(), "a", at)
+        name = title.partition(",")[0].lower()
+        curve = _curve(name, "a", history, operator.attrgetter(figure))
         from_zero = figure != "episode_return"
         parts += [f"<h2>{title}</h2>", curves(title, [curve], end_s, from_zero=from_zero)]
     for name in sorted({name for p in history.points if p is not None for name in p.metrics}):
-        curve = Curve(name, "a", _over_time(history, _metric(name)))
+        curve = _curve(name, "a", history, partial(_metric, name))
         title = f"{name} of episodes, mean of the last hundred"
         parts += [f"<h2>{escape(title)}</h2>", curves(title, [curve], end_s)]
     both = [
-        Curve("mean lag", "a", _over_time(history, lambda point: point.lag_mean)),
-        Curve("highest lag", "b", _over_time(history, lambda point: point.lag_max)),
+        _curve("mean lag", "a", history, operator.attrgetter("lag_mean")),
+        _curve("highest lag", "b", history, operator.attrgetter("lag_max")),
     ]
     legend = [("--a", "mean"), ("--b", "highest")]
     parts += ["<h2>Lag of the delivered frames, in versions</h2>", _legend(legend)]
     return [*parts, curves("Lag", both, end_s)]
 
 
-def _metric(name: str) -> Callable[[Point], float | None]:
-    return lambda point: point.metrics.get(name)
+def _metric(name: str, point: Point) -> float | None:
+    return point.metrics.get(name)
 
 
 def _legend(entries: Sequence[tuple[str, str]]) -> str:
@@ -146,9 +142,6 @@ def _legend(entries: Sequence[tuple[str, str]]) -> str:
 
 def _workers(history: History) -> list[str]:
     shown = sorted(history.spans)[:_MAX_LANES]
-    events: dict[int, list[Event]] = defaultdict(list)
-    for event in history.events:
-        events[event.worker_id].append(event)
     rows = [
         Lane(
             f"worker {worker_id}",
@@ -158,23 +151,21 @@ def _workers(history: History) -> list[str]:
             ],
             [
                 (e.t_s, e.what, f"worker {worker_id} {e.what}, seen at {duration(e.t_s)}")
-                for e in events[worker_id]
+                for e in history.events
+                if e.worker_id == worker_id
             ],
         )
         for worker_id in shown
     ]
     counts = Counter(event.what for event in history.events)
-    summary = ", ".join(f"{count:,} {what}" for what, count in sorted(counts.items()))
-    more = len(history.spans) - len(shown)
-    states = [(f"--{name}", name) for name in _STATES]
-    dots = [("--a", "dot: joined")]
-    note = summary or "No worker joined or was lost on the way."
-    if more > 0:
+    note = ", ".join(f"{count:,} {what}" for what, count in sorted(counts.items()))
+    note = note or "No worker joined or was lost on the way."
+    if (more := len(history.spans) - len(shown)) > 0:
         note += f" {more:,} more workers are not shown."
     return [
         "<h2>Workers: joins and losses</h2>",
         f'<p class="soft">{note}</p>',
-        _legend([*states, *dots]),
+        _legend([*((f"--{name}", name) for name in _STATES), ("--a", "dot: joined")]),
         lanes("Workers over time", rows, history.end_s),
     ]
 
@@ -225,25 +216,19 @@ def _lags(history: History) -> list[str]:
 
 def _ledger(history: History) -> list[str]:
     causes = sorted({cause for lost in history.lost.values() for cause, n in lost.items() if n})
-    # Frames on hosts that vanished.
-    more = history.may_be_lost
-    has_more = any(more.values())
+    has_more = any(history.may_be_lost.values())  # on hosts that vanished
     heads = ["worker", "delivered", *(f"lost: {cause}" for cause in causes)]
     heads += ["at most more"] * has_more
 
-    def row(name: str, delivered: int, lost: Counter[str], more: int, style: str = "") -> str:
-        cells = [name, f"{delivered:,}", *(f"{lost[cause]:,}" for cause in causes)]
-        cells += [f"{more:,}"] * has_more
-        return f"<tr{style}>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
+    def row(name: str, workers: Collection[int], style: str = "") -> str:
+        counts = [sum(history.delivered[w] for w in workers)]
+        counts += [sum(history.lost[w][cause] for w in workers) for cause in causes]
+        counts += [sum(history.may_be_lost[w] for w in workers)] * has_more
+        cells = (f"<td>{cell}</td>" for cell in (name, *(f"{count:,}" for count in counts)))
+        return f"<tr{style}>{''.join(cells)}</tr>"
 
-    rows = [
-        row(str(w), history.delivered[w], history.lost[w], more[w])
-        for w in sorted(history.delivered)
-    ]
-    total: Counter[str] = Counter()
-    for lost in history.lost.values():
-        total.update(lost)
-    rows.append(row("all", history.total_delivered, total, sum(more.values()), ' class="all"'))
+    rows = [row(str(worker_id), [worker_id]) for worker_id in sorted(history.delivered)]
+    rows.append(row("all", history.delivered, ' class="all"'))
     head = "".join(f"<th>{escape(cell)}</th>" for cell in heads)
     return [
         "<h2>Where the frames went</h2>",
