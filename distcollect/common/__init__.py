@@ -1,1 +1,1 @@
-"""What every other package may use: threads, shared memory, seeds, counters, checks."""
+"""Tools that every other package may use: threads, shared memory, seeds, counters, checks."""

@@ -6,7 +6,7 @@ _MOST_DOUBLINGS = 30  # more would overflow, and every limit is reached before
 
 
 def backoff_s(failures: int, first_s: float, longest_s: float) -> float:
-    """The pause in seconds before the next attempt, after ``failures`` failures in a row.
+    """Return the seconds to wait before the next attempt, after ``failures`` ones in a row failed.
 
     No pause after the first failure, ``first_s`` after the second, then twice as long each time,
     but never more than ``longest_s``.

@@ -12,7 +12,7 @@ from distcollect.errors import ArgumentError, ArgumentTypeError
 
 
 def plain(value: Any) -> Any:
-    """A scalar of numpy's or torch's as Python's number or bool, so that it can be stored and sent.
+    """Return a scalar of numpy's or torch's as Python's number or bool, to be stored and sent.
 
     Anything else is returned as it is.
     """
@@ -77,7 +77,7 @@ def seconds(what: str, value: Any) -> None:
 
 
 def devices_among(worker_ids: object) -> list[torch.device]:
-    """The devices in ``worker_ids``, where workers are selected by device; else an empty list.
+    """Return the devices in ``worker_ids``, if workers are selected by device; else an empty list.
 
     Raises:
         ArgumentTypeError: ``worker_ids`` mixes devices and numbers.
@@ -90,7 +90,7 @@ def devices_among(worker_ids: object) -> list[torch.device]:
 
 
 def worker_ids(wanted: object, present: Sequence[int]) -> list[int] | None:
-    """The ids of the selected workers; None: all workers.
+    """Return the ids of the selected workers; None: all workers.
 
     Args:
         wanted: what the user selected: an id, a list of ids, a slice of ``present``, or None.

@@ -1,4 +1,4 @@
-"""What belongs to one process alone, and not to the children that it forks.
+"""Things that belong to one process alone, and not to the children that it forks.
 
 A forked child (a DataLoader's, an AsyncVectorEnv's) has a copy of every object. If it leaves by
 ``sys.exit()`` or an exception, it runs the same ``with`` blocks, finalizers and exit functions as
@@ -25,12 +25,12 @@ class Owner:
 
     @property
     def is_here(self) -> bool:
-        """Whether this process is the owner, and not a forked child of it."""
+        """True if this process is the owner, and not a forked child of it."""
         return os.getpid() == self.pid
 
 
 def only_here(function: Callable[..., object]) -> Callable[..., None]:
-    """``function`` for this process; in forked children it does nothing."""
+    """Return ``function`` for this process; in forked children it does nothing."""
     owner = Owner()
 
     def call(*args: Any) -> None:

@@ -6,7 +6,7 @@ import torch
 
 
 def numbered(device: torch.device | None) -> torch.device | None:
-    """``device`` with its number, so that ``cuda`` and ``cuda:0`` compare as equal where they are.
+    """Give ``device`` its number, so that ``cuda`` and ``cuda:0`` compare as equal where they are.
 
     Left as it is: the CPU, and a GPU that this process doesn't have.
     """
@@ -18,7 +18,7 @@ def numbered(device: torch.device | None) -> torch.device | None:
 
 
 def in_use() -> range:
-    """The numbers of the GPUs whose random generators this process may have used.
+    """Return the numbers of the GPUs whose random generators this process may have used.
 
     Asking for the number of GPUs would initialize CUDA where nobody uses it.
     """

@@ -30,7 +30,7 @@ class Segment:
     host: str
 
     def open(self) -> mmap.mmap:
-        """The memory, mapped.
+        """Map the memory.
 
         Raises:
             OSError: the process is gone, on another host, or belongs to another user.
@@ -47,7 +47,7 @@ class Segment:
 
 
 def memory_file(name: str) -> int:
-    """New memory as a file without a path, named ``name``; returns its descriptor.
+    """Make memory that is a file without a path, named ``name``; return its descriptor.
 
     Raises:
         OSError: the kernel, or a sandbox, doesn't provide it.
@@ -63,7 +63,7 @@ def memory_file(name: str) -> int:
 
 
 def small_file() -> IO[bytes]:
-    """A new file without a path, in memory or else on the disk.
+    """Make a file without a path, in memory or else on the disk.
 
     Raises:
         OSError: the system provides neither.

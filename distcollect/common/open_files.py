@@ -1,4 +1,4 @@
-"""How many files, sockets too, this process may have open at once, and its standard streams."""
+"""Limits of this process's open files, sockets too, and its standard streams."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _STDOUT, _STDERR = 1, 2
 
 
 def limit() -> int:
-    """How many files this process may have open at present."""
+    """Return how many files this process may have open at present."""
     return _finite(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
 
@@ -27,7 +27,7 @@ def _finite(limit: int) -> int:
 
 
 def highest_limit() -> int:
-    """The limit that :func:`raise_limit` can set."""
+    """Return the limit that :func:`raise_limit` can set."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(limit(), min(_finite(hard), _MOST))
 
@@ -41,7 +41,7 @@ def raise_limit() -> None:
 
 
 def shortage(num_workers: int, *, are_local: bool) -> str:
-    """Why a trainer can't have so many workers, in words; "" if it can.
+    """Say why a trainer can't have so many workers; "" if it can.
 
     ``are_local``: the trainer starts them itself.
     """
@@ -69,7 +69,7 @@ def fill_standard_streams() -> None:
 
 @contextlib.contextmanager
 def output_streams() -> Iterator[tuple[int, int]]:
-    """Descriptors of stdout and stderr for a child process; the null device if they are closed."""
+    """Give a child process descriptors of stdout and stderr; the null device if they are closed."""
     fill_standard_streams()
     nothing = os.open(os.devnull, os.O_WRONLY)
     try:

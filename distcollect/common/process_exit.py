@@ -1,4 +1,4 @@
-"""How a process ended."""
+"""The ends of processes, in words."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ProcessExit:
-    """How a worker process ended.
+    """The end of a worker process.
 
     Attributes:
         code: its exit code, -N if signal N ended it.
@@ -32,7 +32,7 @@ STRAY_CONNECTION = (
 
 
 def describe_exit(code: int) -> str:
-    """A return code of :mod:`subprocess` in words: 'exit code 1', or 'killed by SIGKILL'."""
+    """Put a return code of :mod:`subprocess` in words: 'exit code 1', or 'killed by SIGKILL'."""
     if code >= 0:
         return f"exit code {code}"
     try:

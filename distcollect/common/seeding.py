@@ -12,7 +12,7 @@ from distcollect.errors import ArgumentError, ArgumentTypeError
 
 
 class Stream(enum.IntEnum):
-    """What a seed is for; seeds of different streams are independent."""
+    """Purposes of seeds; seeds of different streams are independent."""
 
     ENVS = 0
     POLICY = 1
@@ -27,7 +27,7 @@ class Stream(enum.IntEnum):
 
 
 def checked_seed(seed: int) -> int:
-    """The seed that a user gave, as an int.
+    """Return the seed that a user gave, as an int.
 
     Raises:
         ArgumentError: it is negative.
@@ -43,7 +43,7 @@ def checked_seed(seed: int) -> int:
 
 
 def env_seed(seed: int, index: int, stream: int = Stream.ENVS) -> int:
-    """The seed of env ``index`` of the run. It does not depend on which worker steps the env.
+    """Return the seed of env ``index`` of the run, whichever worker steps the env.
 
     It is below 2**31, as envs written in C take it as an int.
 
@@ -56,7 +56,7 @@ def env_seed(seed: int, index: int, stream: int = Stream.ENVS) -> int:
 
 
 def policy_seed(seed: int, index: int, stream: int = Stream.POLICY) -> int:
-    """The seed of what a policy draws for env ``index``: below 2**64, different for every env."""
+    """Return the seed of what a policy draws for env ``index``: below 2**64, one for each env."""
     entropy = np.random.SeedSequence([seed, int(stream), index])
     return int(entropy.generate_state(1, np.uint64)[0])
 
@@ -64,7 +64,7 @@ def policy_seed(seed: int, index: int, stream: int = Stream.POLICY) -> int:
 def process_seeds(
     seed: int, envs: range, incarnation: int, *, static: bool, as_torchrl: bool = False
 ) -> tuple[list[int], list[int]]:
-    """The seeds of a process: one for each env, and one for the policy in each env.
+    """Return the seeds of a process: one for each env, and one for the policy in each env.
 
     Args:
         seed: the seed of the run.
@@ -88,7 +88,7 @@ def process_seeds(
 
 
 def next_seed(seed: int, count: int) -> int:
-    """The seed that follows ``count`` seeds in TorchRL's chain, of which ``seed`` is the first."""
+    """Return the seed that follows ``count`` seeds in TorchRL's chain; ``seed`` is its first."""
     for _ in range(count):
         seed = _following(seed)
     return seed

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 def map_segment(segment: Segment) -> torch.Tensor:
-    """The memory, uint8 ``[num_bytes]``; it stays mapped while the tensor lives.
+    """Map the memory as uint8 ``[num_bytes]``; it stays mapped while the tensor lives.
 
     Raises:
         OSError: the process is gone, on another host, or belongs to another user.
@@ -55,12 +55,12 @@ class SharedTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def within(self, memory: torch.Tensor) -> torch.Tensor:
-        """The tensor itself; ``memory`` is the segment's, see :func:`map_segment`."""
+        """Return the tensor itself; ``memory`` is the segment's, see :func:`map_segment`."""
         return memory[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.shape)
 
 
 def allocate(num_bytes: int) -> tuple[torch.Tensor, Segment]:
-    """New zeroed memory, uint8 ``[num_bytes]``, and where other processes find it.
+    """Make zeroed memory; return it as uint8 ``[num_bytes]``, and where other processes find it.
 
     They find it while the tensor lives, or one that shares its memory. Who has mapped it keeps it.
 
@@ -82,7 +82,7 @@ def allocate(num_bytes: int) -> tuple[torch.Tensor, Segment]:
 
 
 def host_of_memory() -> str:
-    """A name that is equal for processes that can map each other's memory.
+    """Return a name that is equal for processes that can map each other's memory.
 
     They have one kernel, one user, and see each other's pids: containers on one machine may not.
     """
@@ -97,7 +97,7 @@ def _host_of_pids() -> str:
 
 @cache
 def sample_of_memory() -> Segment | None:
-    """A little shared memory: if the trainer can map it, rollouts needn't be sent."""
+    """Return a little shared memory: if the trainer can map it, rollouts needn't be sent."""
     try:
         memory, segment = allocate(mmap.PAGESIZE)
     except OSError as error:
@@ -108,7 +108,7 @@ def sample_of_memory() -> Segment | None:
 
 
 def sample_for(trainers: Segment | None) -> Segment | None:
-    """The same for a trainer that gave a sample of its own memory.
+    """Do as :func:`sample_of_memory` for a trainer that gave a sample of its own memory.
 
     None if it is on this host and its memory can't be mapped here: weights could not be shared.
     """

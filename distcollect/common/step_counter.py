@@ -38,7 +38,7 @@ _NUM_PAGES = 4
 
 
 class Task(enum.IntEnum):
-    """What the main thread of a process does."""
+    """Tasks of a process's main thread."""
 
     IDLE = 0
     COLLECT = 1  # stepping or resetting envs
@@ -122,19 +122,19 @@ class StepCounter:
             cells[NUM_TASKS] += 1
 
     def env_raised(self, message: str) -> None:
-        """An env raised; ``message`` names it and says what."""
+        """Count that an env raised; ``message`` names it and says what."""
         self.env_faults += 1
         self._recent_faults.append((time.time(), message))
 
     def take_faults(self) -> list[tuple[float, str]]:
-        """Time and message of the newest faults since the last call, at most twenty."""
+        """Return time and message of the newest faults since the last call, at most twenty."""
         taken = list(self._recent_faults)
         self._recent_faults.clear()
         return taken
 
 
 class SharedStepCounter:
-    """What a child process counts, as its parent reads it.
+    """The counts of a child process, as its parent reads them.
 
     Attributes:
         fd: descriptor of the memory; the child inherits it.
@@ -152,12 +152,12 @@ class SharedStepCounter:
         return int(self._memory[STEPPED])
 
     def blocks(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The cells of the process itself, and those of its evaluations."""
+        """Return the cells of the process itself, and those of its evaluations."""
         cells = self._memory[: 2 * _BLOCK].tolist()
         return tuple(cells[:_BLOCK]), tuple(cells[_BLOCK:])
 
     def stack(self) -> str:
-        """What the main thread was doing at the last :data:`STACK_SIGNAL`; "" if unknown.
+        """Say what the main thread was doing at the last :data:`STACK_SIGNAL`; "" if unknown.
 
         The innermost calls, in one line, the last one first.
         """

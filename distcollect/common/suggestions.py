@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def unknown_argument(name: str, known: Collection[str]) -> str:
-    """The message for an argument that doesn't exist: first the name that may be meant."""
+    """Return the message for an argument that doesn't exist: first the name that may be meant."""
     near = difflib.get_close_matches(name, known, n=1)
     suggestion = f" (did you mean {near[0]!r}?)" if near else ""
     return f"no argument {name!r}{suggestion}; there are: {', '.join(sorted(known))}"

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 
 def text_table(rows: Iterable[Sequence[str]], left: Collection[int] = ()) -> str:
-    """Lines of aligned columns, two spaces apart; the heading, if there is one, is the first row.
+    """Align columns, two spaces apart; the heading, if there is one, is the first row.
 
     Args:
         rows: all of the same length.

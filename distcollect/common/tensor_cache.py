@@ -24,7 +24,7 @@ _unused: dict[int, deque[np.ndarray]] = defaultdict(partial(deque, maxlen=_MAX_U
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, *, pinned: bool = False) -> torch.Tensor:
-    """Like ``torch.empty``; ``pinned``: page-locked memory from torch's own cache.
+    """Do as ``torch.empty``; ``pinned``: page-locked memory from torch's own cache.
 
     Torch's cache doesn't reuse memory while a copy to a GPU still reads it.
     """
@@ -45,7 +45,7 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, *, pinned: bool = False) -
 
 
 def copy_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Like ``tensor.clone()`` of a contiguous tensor, into memory of this cache."""
+    """Clone a contiguous tensor into memory of this cache."""
     return empty(tuple(tensor.shape), tensor.dtype).copy_(tensor)
 
 

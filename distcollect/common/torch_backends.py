@@ -9,7 +9,7 @@ import torch.distributed
 
 
 def creator(name: str) -> Callable[..., Any] | None:
-    """The function that makes a process group of a registered backend; None: there is none.
+    """Return the function that makes a process group of a registered backend, or None.
 
     It takes a store, the rank, the number of members and a timeout. What torch brings itself, such
     as "gloo", is not registered.
@@ -24,6 +24,6 @@ def creator(name: str) -> Callable[..., Any] | None:
 
 
 def device_types(name: str) -> list[str]:
-    """The kinds of devices whose tensors a registered backend takes: "cpu", "cuda"."""
+    """Return the kinds of devices whose tensors a registered backend takes: "cpu", "cuda"."""
     backend: Any = torch.distributed.Backend
     return list(backend.backend_capability.get(name.lower(), ()))

@@ -67,7 +67,7 @@ class ControlConnection:
         return str(self._sock.getsockname()[0])
 
     def join(self, hello: Hello, token: str, timeout_s: float = ANSWER_TIMEOUT_S) -> Message:
-        """Join the trainer, if it proves that it knows the token; returns its welcome.
+        """Join the trainer, if it proves that it knows the token; return its welcome.
 
         Raises:
             NoAnswer: the connection broke off, or there was no answer within ``timeout_s``.
@@ -126,7 +126,7 @@ class ControlConnection:
             log.debug("could not send to the trainer: %s", error)
 
     def receive(self) -> Message | None:
-        """The next message, None once the trainer is gone or can't be reached any more.
+        """Return the next message; None once the trainer is gone or can't be reached any more.
 
         Raises:
             LaunchError: what arrived is no message of ours.
@@ -135,7 +135,7 @@ class ControlConnection:
         return None if data is None else decode(parse(data))
 
     def _receive_frame(self, deadline: float | None = None) -> bytes | None:
-        """The bytes of the next frame; None if the trainer is gone, or the deadline has passed."""
+        """Return the next frame; None if the trainer is gone, or the deadline has passed."""
         while (frame := self._reader.next()) is None:
             try:
                 if deadline is not None:

@@ -67,12 +67,12 @@ class Connection:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more is read."""
+        """True if nothing more is read."""
         return self.state in (State.REFUSED, State.CLOSED)
 
     @property
     def is_stranger(self) -> bool:
-        """Whether the peer has not proven that it knows the token."""
+        """True if the peer has not proven that it knows the token."""
         return self.state in (State.UNPROVEN, State.REFUSED)
 
     def send(self, message: Message) -> None:

@@ -46,17 +46,17 @@ def configure_socket(sock: socket.socket) -> None:
 
 
 def pack(frame: Frame) -> bytes:
-    """A frame as bytes, with its length."""
+    """Return a frame as bytes, with its length."""
     return with_length(json.dumps(frame).encode())
 
 
 def with_length(data: bytes) -> bytes:
-    """The bytes of a frame, after their length."""
+    """Return the bytes of a frame, after their length."""
     return _LENGTH.pack(len(data)) + data
 
 
 def parse(data: bytes) -> Frame:
-    """The object in a frame's bytes.
+    """Return the object in a frame's bytes.
 
     Raises:
         LaunchError: they hold no JSON object.
@@ -85,7 +85,7 @@ class FrameReader:
         self._buffer += data  # without a copy of what is there already
 
     def next(self) -> bytes | None:
-        """The next whole frame, without its length; None until there is one.
+        """Return the next whole frame, without its length; None until there is one.
 
         Raises:
             LaunchError: the frame is longer than ``max_frame``.

@@ -82,7 +82,7 @@ class NotProven(LaunchError):
 
 
 def to_bytes(message: Message) -> bytes:
-    """A message as the bytes of a frame, without their length."""
+    """Return a message as the bytes of a frame, without their length."""
     assert isinstance(message, (Opening, Challenge, Proof))
     return json.dumps({"message": type(message).__name__, **asdict(message)}).encode()
 
@@ -112,7 +112,7 @@ class JoiningSide:
         self._challenge = b""
 
     def prove(self, challenge: bytes) -> bytes:
-        """The frame that answers the trainer's first one.
+        """Return the frame that answers the trainer's first one.
 
         Raises:
             LaunchError: it is no challenge.
@@ -147,7 +147,7 @@ class TrainerSide:
         self._opening = self._challenge = b""
 
     def answer(self, data: bytes) -> bytes:
-        """The frame that answers a frame of the process.
+        """Return the frame that answers a frame of the process.
 
         Raises:
             NotProven: the process is to be refused; the message says why.
@@ -182,7 +182,7 @@ class TrainerSide:
 
 
 def differing_versions(theirs: Any) -> str:
-    """The versions of a process that joins which differ from ours, in words; "" if none does."""
+    """Say which versions of a process that joins differ from ours; "" if none does."""
     theirs = theirs if isinstance(theirs, dict) else {}
     differing = ", ".join(
         f"its {name} is {printable(str(theirs.get(name, 'unknown'))[:20])}, "
@@ -194,5 +194,5 @@ def differing_versions(theirs: Any) -> str:
 
 
 def printable(text: str) -> str:
-    """A text from a process that has proven nothing, made safe for a terminal and for a log."""
+    """Make a text from a process that has proven nothing safe for a terminal and for a log."""
     return "".join(c if c.isprintable() else "?" for c in text)

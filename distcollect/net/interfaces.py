@@ -21,7 +21,7 @@ _MAX_IPV4 = 1024
 
 
 def interfaces() -> dict[str, list[str]]:
-    """Names of this host's interfaces, and the addresses of each, its primary address first.
+    """Map this host's interfaces to the addresses of each, its primary address first.
 
     IPv4 comes before IPv6. An IPv4 address with its own label (``eth0:1``) is under that label.
     """
@@ -46,7 +46,7 @@ def interfaces() -> dict[str, list[str]]:
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the network interface that has ``address``; None if it can't be found."""
+    """Return the name of the network interface that has ``address``; None if there is none."""
     ip = _ip(address)
     if ip.is_loopback:
         return "lo"
@@ -59,13 +59,13 @@ def _ip(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
 
 
 def same_address(one: str, other: str) -> bool:
-    """Whether two addresses reach the same place, however they are written."""
+    """Return True if two addresses reach the same place, however they are written."""
     first, second = _ip(one), _ip(other)
     return first == second or (first.is_loopback and second.is_loopback)
 
 
 def route_to(host: str, port: int = 9) -> str:
-    """This host's address on the route to ``host``; nothing is sent.
+    """Return this host's address on the route to ``host``; nothing is sent.
 
     Raises:
         LaunchError: ``host`` has no address, or no route leads to it.
@@ -74,7 +74,7 @@ def route_to(host: str, port: int = 9) -> str:
 
 
 def address_towards(host: str) -> str | None:
-    """As :func:`route_to`, but None if ``host`` is this host.
+    """Do as :func:`route_to`, but return None if ``host`` is this host.
 
     A host's own name says nothing about its network: it often stands for 127.0.1.1.
     """
@@ -83,7 +83,7 @@ def address_towards(host: str) -> str | None:
 
 
 def own_address_of(name: str) -> str | None:
-    """The address that this host's own ``name`` stands for, if other hosts can reach it."""
+    """Return the address that this host's ``name`` stands for, if other hosts can reach it."""
     try:
         found = socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)
     except OSError:
@@ -134,7 +134,7 @@ def check_not_public(address: str) -> None:
 
 
 def listen(address: str, port: int = 0) -> socket.socket:
-    """A socket that listens on ``address`` alone.
+    """Return a socket that listens on ``address`` alone.
 
     Raises:
         LaunchError: this host does not have the address, it is public, or the port is taken.
@@ -167,7 +167,7 @@ def _remedy(number: int | None) -> str:
 
 
 def _own() -> str:
-    """This host's addresses but for link-local ones, in words."""
+    """List this host's addresses but for link-local ones, in words."""
     each = ((address, name) for name, found in interfaces().items() for address in found)
     return ", ".join(
         f"{address} ({name})" for address, name in each if not _ip(address).is_link_local
@@ -175,7 +175,7 @@ def _own() -> str:
 
 
 def is_address(text: str) -> bool:
-    """Whether ``text`` is an IP address, not a name."""
+    """Return True if ``text`` is an IP address, not a name."""
     try:
         _ip(text)
     except ValueError:

@@ -49,7 +49,7 @@ _TORCH, _TENSORDICT = map(importlib.metadata.version, ("torch", "tensordict"))
 
 
 def versions() -> dict[str, str]:
-    """What has to match for objects and messages to travel between two processes."""
+    """Return what has to match for objects and messages to travel between two processes."""
     return {
         "protocol": str(PROTOCOL),
         "python": "{}.{}".format(*sys.version_info[:2]),
@@ -131,7 +131,7 @@ class WorkerWelcome(Message):
 
 @dataclass(frozen=True)
 class PeerAddress:
-    """How the transport of a trainer reaches a process.
+    """An address by which a trainer's transport reaches a process.
 
     Attributes:
         endpoint: where the process listens for calls.
@@ -174,7 +174,7 @@ class SupervisorWelcome(Message):
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """What the trainer decides about a worker process.
+    """Settings of a worker process that the trainer decides.
 
     Attributes:
         collector: the number of its collector among those that are open in the trainer's process,
@@ -193,7 +193,7 @@ class WorkerSettings:
 
 
 def worker_name(worker_id: int, collector: int) -> str:
-    """What to call a worker in the log; a collector that is open alone is not named."""
+    """Name a worker in the log; a collector that is open alone is not named."""
     return f"worker {worker_id}" + (f" of collector {collector}" if collector > 1 else "")
 
 
@@ -262,7 +262,7 @@ class TrainerAddress:
 
 @dataclass(frozen=True)
 class WorkerBoot(Message):
-    """What a started worker process reads from its standard input, where no ``ps`` sees the token.
+    """A worker's start, as it reads it from its standard input, where no ``ps`` sees the token.
 
     Attributes:
         worker_id: its slot.
@@ -289,23 +289,23 @@ class WorkerBoot(Message):
 
     @property
     def name(self) -> str:
-        """What to call it in the log."""
+        """Its name in the log."""
         return worker_name(self.worker_id, self.settings.collector)
 
 
 def to_frame(message: Message) -> Frame:
-    """A message as a JSON object."""
+    """Return a message as a JSON object."""
     assert is_dataclass(message)
     return {"message": type(message).__name__, **asdict(message)}
 
 
 def encode(message: Message) -> bytes:
-    """A message as a frame's bytes."""
+    """Return a message as a frame's bytes."""
     return pack(to_frame(message))
 
 
 def decode(frame: Frame) -> Message:
-    """The message in a frame.
+    """Return the message in a frame.
 
     Raises:
         LaunchError: there is no such message, or a field is unknown, missing or of a wrong type.
@@ -320,7 +320,7 @@ def decode(frame: Frame) -> Message:
 
 
 def decode_as(kind: type[M], frame: Frame) -> M:
-    """The message in a frame, which has to be a ``kind``.
+    """Return the message in a frame, which has to be a ``kind``.
 
     Raises:
         LaunchError: it is something else; see :func:`decode`.
@@ -351,7 +351,7 @@ def _record(kind: Any, value: Any, where: str) -> Any:
 
 
 def _value(kind: Any, value: Any, where: str) -> Any:
-    """A JSON value as the type that a field is declared with."""
+    """Return a JSON value as the type that a field is declared with."""
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
         if value is None and NoneType in args:

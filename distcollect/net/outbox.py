@@ -1,4 +1,4 @@
-"""What is still to be sent on a socket."""
+"""Chunks that are still to be sent on a socket."""
 
 from __future__ import annotations
 

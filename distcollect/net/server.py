@@ -70,27 +70,27 @@ MAX_UNPROVEN_READS = 16
 
 
 class JoinServerEvents:
-    """What a join server reports, on its own thread. Override what is of interest."""
+    """Events of a join server, on its own thread. Override what is of interest."""
 
     def admit(self, connection: Connection) -> Message:
-        """A peer with the right token and versions joins; the answer: its welcome or Refused."""
+        """Admit a peer with the right token and versions: return its welcome, or Refused."""
         raise NotImplementedError
 
     def admitted(self, connection: Connection) -> None:
-        """The welcome was sent: other messages may follow."""
+        """Note that the welcome was sent: other messages may follow."""
 
     def refused(self, hello: Hello | None, reason: str) -> None:
-        """A peer was refused.
+        """Note that a peer was refused.
 
         ``hello`` is None if it did not prove that it knows the token, or is unreadable. Then one
         call may stand for many such peers; the reason says so.
         """
 
     def received(self, connection: Connection, message: Message) -> None:
-        """A message came from an admitted peer."""
+        """Handle a message of an admitted peer."""
 
     def closed(self, connection: Connection) -> None:
-        """An admitted peer is gone."""
+        """Note that an admitted peer is gone."""
 
 
 class JoinServer:

@@ -1,4 +1,4 @@
-"""How a trainer calls its workers and fetches rollouts.
+"""The way a trainer calls its workers and fetches rollouts.
 
 Only :mod:`distcollect.transport.rpc` touches ``torch.distributed.rpc``.
 """

@@ -26,7 +26,7 @@ _TRAJ_IDS_PER_TRAINER_IN_FORMAT_1 = 1 << 55
 
 
 def traj_ids_of(peer: int, first_traj_id: int) -> Iterator[int]:
-    """The trajectory ids of a worker process.
+    """Yield the trajectory ids of a worker process.
 
     Args:
         peer: the process's id.
@@ -69,7 +69,7 @@ class Identity:
         self._lock = threading.Lock()
 
     def new_peer(self) -> int:
-        """A new id, for a process that is about to join.
+        """Return a new id, for a process that is about to join.
 
         Raises:
             LaunchError: there is none left.
@@ -101,7 +101,7 @@ class Identity:
 
     @property
     def workers_first_traj_id(self) -> int:
-        """What the workers of the open collectors are told as the run's first trajectory id.
+        """The run's first trajectory id, as the workers of the open collectors are told it.
 
         It may be below 0; the ids of these workers are not.
         """
@@ -114,11 +114,11 @@ class Identity:
         return self.first_traj_id + num_blocks * TRAJ_IDS_PER_PEER
 
     def own_traj_ids(self) -> OwnTrajIds:
-        """Trajectory ids for a collector that steps its envs in this process."""
+        """Return trajectory ids for a collector that steps its envs in this process."""
         return OwnTrajIds(self)
 
     def take_own_part(self, above: int) -> tuple[int, range]:
-        """A part of this process's block that is not in use: its number, and its ids.
+        """Take a part of this process's block that is not in use; return its number and its ids.
 
         Args:
             above: its number is higher.
@@ -137,7 +137,7 @@ class Identity:
         return part, range(first, first + min(_OWN_IDS_AT_ONCE, TRAJ_IDS_PER_PEER))
 
     def free_own_parts(self, parts: list[int]) -> None:
-        """Others may use these parts of this process's block."""
+        """Let others use these parts of this process's block."""
         # Without the lock, which the thread may hold where an iterator is collected as garbage.
         self._own_parts.difference_update(parts)
 
@@ -168,7 +168,7 @@ class Identity:
             return first
 
     def above_format_1(self, next_traj_id: int) -> int:
-        """A number above all trajectory ids of a run whose state has format 1.
+        """Return a number above all trajectory ids of a run whose state has format 1.
 
         Args:
             next_traj_id: what its state says; it holds for the trainer that saved it only.
@@ -199,7 +199,7 @@ class OwnTrajIds(Iterator[int]):
         return next(self._ids)
 
     def free(self) -> None:
-        """Its collector was shut down: others may use the same ids."""
+        """Let others use the same ids: the collector was shut down."""
         # Once: when it is collected as garbage, others may have these parts already.
         parts, self._parts = self._parts, []
         self._identity.free_own_parts(parts)
@@ -212,7 +212,7 @@ _identity = Identity(secrets.token_hex(8))
 
 
 def identity() -> Identity:
-    """The identity of this process as a trainer."""
+    """Return the identity of this process as a trainer."""
     return _identity
 
 

@@ -1,4 +1,4 @@
-"""The answers that peers still owe to a transport."""
+"""Answers of peers that a transport still waits for."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ AnyAnswer = TypeVar("AnyAnswer", Future[Any], Reply[Any])
 
 
 class PendingAnswers:
-    """The answers that peers still owe, so that those of a disconnected peer can be failed."""
+    """The answers that have not come yet, so that those of a disconnected peer can be failed."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -22,14 +22,14 @@ class PendingAnswers:
         self._peers: dict[PendingAnswer, int] = {}
 
     def expect(self, peer: int, answer: AnyAnswer) -> AnyAnswer:
-        """Note that ``peer`` owes this answer, and return it."""
+        """Note that this answer of ``peer`` is pending, and return it."""
         with self._lock:
             self._peers[answer] = peer
         return answer
 
     @property
     def open(self) -> list[PendingAnswer]:
-        """The answers that are still owed."""
+        """The answers that are still pending."""
         with self._lock:
             return list(self._peers)
 

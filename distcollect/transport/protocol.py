@@ -1,4 +1,4 @@
-"""How a trainer talks to its workers: the protocol that every transport implements.
+"""The protocol by which a trainer talks to its workers; every transport implements it.
 
 The trainer always asks and a worker always answers; a worker never calls the trainer. An answer
 comes as a future, so no thread waits for a rollout that is still being collected.
@@ -108,7 +108,7 @@ class Transport(Protocol):
       be reached, is not connected (any more), or the transport is closed: nothing stays unanswered.
     - No method but :meth:`close` waits for a peer, and any thread may call it. Callbacks of answers
       run on threads of the transport, which they must not hold up.
-    - However many answers a peer owes, it can be asked more; they come in any order.
+    - However many answers of a peer are pending, it can be asked more; they come in any order.
     - A rollout below :data:`INLINE_BYTES` comes with its header. A larger one stays with its worker
       until it is fetched, or :data:`NUM_SLABS` later ones were asked for; then fetching it is an
       error. If it is declined, none of its tensors travels.

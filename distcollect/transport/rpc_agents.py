@@ -113,7 +113,7 @@ class RpcAgents:
         # While it is held, the agent that torch calls "current" is not replaced. Reentrant, as
         # garbage may be collected meanwhile, and a collector that nobody refers to is closed then.
         self._lock = threading.RLock()
-        self.users: list[PendingAnswers] = []  # of the transports: what their peers owe
+        self.users: list[PendingAnswers] = []  # of the transports
         self._peers: set[AgentPeer] = set()
         # Agents that were replaced, until the calls that were open then are answered.
         self._old: dict[Any, list[PendingAnswer]] = {}
@@ -175,8 +175,8 @@ class RpcAgents:
                     self._enroll(present)
             self._enroll(peer)
             self._peers.add(peer)
-            for agent, owed in list(self._old.items()):
-                if all(answer.done() for answer in owed):
+            for agent, pending in list(self._old.items()):
+                if all(answer.done() for answer in pending):
                     del self._old[agent]
                     run_aside(agent.shutdown)  # as it joins the agent's own threads
         return peer
@@ -220,7 +220,7 @@ class RpcAgents:
         return answer
 
     def close(self, *, gently: bool) -> None:
-        """End all agents; ``gently``: no answer is owed."""
+        """End all agents; ``gently``: no answer is pending."""
         if not rpc.api._is_current_rpc_agent_set():
             return
         if gently:
@@ -276,7 +276,7 @@ def leave_agents(agents: RpcAgents, pending: PendingAnswers, *, gently: bool) ->
     Args:
         agents: what was joined.
         pending: what they were joined with.
-        gently: no answer is owed to the user.
+        gently: no answer to the user is pending.
     """
     global _shared  # noqa: PLW0603 - see above
     with _sharing:

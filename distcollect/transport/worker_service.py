@@ -1,4 +1,4 @@
-"""What a trainer may ask of a worker: one protocol, and the messages that it takes and gives."""
+"""The protocol of what a trainer may ask of a worker, and the messages that it takes and gives."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from distcollect.transport.protocol import CollectRequest, Service
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """What a worker reports after it has built its plan and tried out envs and policy.
+    """A worker's report after it has built its plan and tried out envs and policy.
 
     Attributes:
         layout: leaves of the frames that it will deliver.
@@ -106,7 +106,7 @@ class WeightSource(ABC):
 
 @dataclass(frozen=True)
 class Push:
-    """What a receiver has to know of a version that is sent to it.
+    """A version that is sent, as its receiver has to know it.
 
     Attributes:
         version: policy_version of these weights.
@@ -166,13 +166,13 @@ class WorkerService(Service, Protocol):
         """Keep the rollout with this number for ``keep_s``, for a trainer that shows ``key``."""
 
     def handover_outcome(self, key: str) -> Future[bool]:
-        """Whether another trainer took the rollout, once that is certain."""
+        """Answer whether another trainer took the rollout, once that is certain."""
 
     def read_handover(self, key: str, mapped: bool) -> list[Any]:
-        """The tensors of a rollout; ``mapped``: as in :meth:`.Slab.tensors`. May be read once."""
+        """Answer the tensors of a rollout, once; ``mapped``: as in :meth:`.Slab.tensors`."""
 
     def confirm_handover(self, key: str) -> None:
-        """The trainer that read the rollout has all of it."""
+        """Note that the trainer that read the rollout has all of it."""
 
     def cancel_handover(self, key: str) -> None:
         """Keep the rollout no longer, unless it was taken."""
@@ -197,7 +197,7 @@ class WorkerService(Service, Protocol):
     def call_envs(
         self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], limit_s: float
     ) -> Future[list[Any]]:
-        """Call a method of each env between two steps; what each returned.
+        """Call a method of each env between two steps; answer what each returned.
 
         A worker whose envs take longer than ``limit_s`` is ended, and replaced.
         """

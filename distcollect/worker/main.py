@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 
@@ -102,8 +101,10 @@ def main(boot: WorkerBoot) -> None:
         except LaunchError:
             log.exception("the trainer sent an unusable message")
         finally:
-            # The trainer is gone, and an env may hang: only this ends the process for certain.
-            _exit_now(1)
+            # The trainer is gone, and an env may hang: only this ends the process for certain. What
+            # the envs left running is ended by the process that started this one.
+            _flush_output()
+            os._exit(1)
 
     threading.Thread(target=listen, name="distcollect-control", daemon=True).start()
     # Not an Event: two signals may come at once, and set() takes a lock that it then waits for.
@@ -120,9 +121,7 @@ def main(boot: WorkerBoot) -> None:
     _run(worker)
     may_exit.wait()  # listen() ends the process at the latest when the trainer is gone
     _flush_output()
-    # Threads of torch may still wait for something. What the envs left running is ended by the
-    # process that started this one.
-    os._exit(0)
+    os._exit(0)  # threads of torch may still wait for something
 
 
 def _name_worker_in_logs(name: str) -> None:
@@ -148,14 +147,3 @@ def _flush_output() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # closed, a pipe to a program that has ended, None
             stream.flush()
-
-
-def _exit_now(code: int) -> NoReturn:
-    """End this process and all that it started, without waiting for anything.
-
-    Only for a process that leads its own process group.
-    """
-    _flush_output()
-    if os.getpgrp() == os.getpid():
-        os.killpg(0, signal.SIGKILL)
-    os._exit(code)

@@ -55,7 +55,7 @@ T = TypeVar("T")
 
 
 class _Parts(NamedTuple):
-    """What a worker has once it is configured; closed in this order."""
+    """The parts of a worker that is configured; closed in this order."""
 
     receiver: WeightReceiver
     evaluator: Evaluator
