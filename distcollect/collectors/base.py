@@ -22,7 +22,6 @@ from distcollect.errors import ArgumentError, CollectorStateError
 from distcollect.integrations import load
 from distcollect.pool.publisher import Weights, WorkerIds
 from distcollect.results import EpisodeStats, Evaluation, LagStats, Stats
-from distcollect.rollout.tree_layout import TreeLayout
 from distcollect.telemetry.bottleneck import Bottleneck, find_bottleneck
 from distcollect.transport.peer_ids import identity
 from distcollect.weights.push_handle import PushHandle
@@ -385,7 +384,7 @@ class DataCollectorBase(BufferFiller):
             "seed": self._seed,
             "resumes": self._progress.resumes,
         }
-        if isinstance(self.policy, nn.Module) and isinstance(self._layout, TreeLayout):
+        if isinstance(self.policy, nn.Module) and self._layout.is_torchrl:
             state["policy_state_dict"] = self.policy.state_dict()
         return state
 

@@ -13,9 +13,8 @@ from tensordict.base import TensorDictBase
 
 from distcollect.errors import ArgumentError, ArgumentTypeError, BatchTimeout
 from distcollect.rollout.header import Header, Rollout
-from distcollect.rollout.layout import MASK, TRAJ_IDS
+from distcollect.rollout.layout import MASK, TRAJ_IDS, Layout
 from distcollect.rollout.spaces import as_key, indexable
-from distcollect.rollout.tree_layout import AnyLayout, TreeLayout, row_dims
 
 if TYPE_CHECKING:
     from distcollect.collectors.options import CollectorOptions
@@ -60,24 +59,24 @@ class BatchFormat:
             self.rows = Rows.CAT if options.traj_format == "cat" else Rows.WHOLE
         self._options = options
 
-    def shape(self, layout: AnyLayout, rollouts: Sequence[Rollout]) -> tuple[int, ...] | None:
+    def shape(self, layout: Layout, rollouts: Sequence[Rollout]) -> tuple[int, ...] | None:
         """The shape in which a batch is assembled from W rollouts; None: ``[W * n, T]``."""
         if not self._keeps_order(layout):
             return None
         num_rollouts, num_steps = len(rollouts), rollouts[0].header.num_steps
-        dims = row_dims(layout, squeeze=self._options.squeeze)
+        dims = layout.row_dims(squeeze=self._options.squeeze)
         if self.joins == "stack":
             return (num_rollouts, *dims, num_steps)
         if dims:
             return (num_rollouts * layout.num_envs, num_steps)
         return (num_rollouts * num_steps,)
 
-    def _keeps_order(self, layout: AnyLayout) -> bool:
+    def _keeps_order(self, layout: Layout) -> bool:
         """Return True if the frames of a batch are those of its rollouts, in their order."""
         is_changed = self.rows is not Rows.ROLLOUTS or self._options.set_truncated
-        return not is_changed and self.joins != -1 and not isinstance(layout, TreeLayout)
+        return not is_changed and self.joins != -1 and not layout.is_torchrl
 
-    def shaped(self, rows: TensorDict, layout: AnyLayout) -> TensorDict:
+    def shaped(self, rows: TensorDict, layout: Layout) -> TensorDict:
         """A batch made of rollouts, in its shape.
 
         Args:
@@ -88,12 +87,12 @@ class BatchFormat:
         if self._keeps_order(layout):
             return rows  # each operation on a TensorDict takes long
         if self._options.set_truncated:
-            _truncate_last(rows, even_terminated=isinstance(layout, TreeLayout))
+            _truncate_last(rows, even_terminated=layout.is_torchrl)
         if self.rows is not Rows.ROLLOUTS:
             return rows
         squeeze = self._options.squeeze
-        dims = row_dims(layout, squeeze=squeeze)
-        if isinstance(layout, TreeLayout) and layout.is_loose:
+        dims = layout.row_dims(squeeze=squeeze)
+        if layout.is_loose:
             rollouts = rows.unsqueeze(1) if rows.ndim == 2 and not squeeze else rows
         elif self.joins == 0 and len(dims) == 1:
             return rows

@@ -25,9 +25,8 @@ from distcollect.errors import (
     DeadlineError,
     SpaceError,
 )
-from distcollect.rollout.layout import MASK
+from distcollect.rollout.layout import MASK, Layout
 from distcollect.rollout.spaces import can_be_indexed
-from distcollect.rollout.tree_layout import AnyLayout
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +58,7 @@ def check_replay_buffer(given: object) -> ReplayBuffer | None:
     )
 
 
-def check_can_hold(buffer: ReplayBuffer | None, layout: AnyLayout) -> None:
+def check_can_hold(buffer: ReplayBuffer | None, layout: Layout) -> None:
     """Raise SpaceError if ``buffer`` is one of TorchRL's that can't hold the frames.
 
     TorchRL writes frames to one tensor by index, which torch can't do for some dtypes.

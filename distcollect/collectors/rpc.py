@@ -37,7 +37,7 @@ from distcollect.results import (
 )
 from distcollect.rollout.assemble import assemble
 from distcollect.rollout.header import Rollout
-from distcollect.rollout.tree_layout import AnyLayout, TreeLayout
+from distcollect.rollout.layout import Layout
 from distcollect.weights.broadcast import NoUpdater
 from distcollect.weights.push_handle import PushHandle
 
@@ -162,7 +162,7 @@ class RPCDataCollector(WorkerAccess):
         return self._session.pool.stale_frames
 
     @property
-    def _layout(self) -> AnyLayout:
+    def _layout(self) -> Layout:
         return self._session.layout
 
     def _next(self, timeout_s: float) -> Collected:
@@ -198,7 +198,7 @@ class RPCDataCollector(WorkerAccess):
             with self._stats_recorder.publishing():
                 self._session.publisher.publish_own(self._progress.workers, sync=self._options.sync)
 
-    def _assembled(self, layout: AnyLayout, rollouts: Sequence[Rollout]) -> TensorDict:
+    def _assembled(self, layout: Layout, rollouts: Sequence[Rollout]) -> TensorDict:
         return assemble(
             layout,
             rollouts,
@@ -424,7 +424,7 @@ class RPCDataCollector(WorkerAccess):
             self._drop_trajectories()
 
         self._session.seed(seed, static_seed=static_seed, note=note)
-        if isinstance(self._layout, TreeLayout):
+        if self._layout.is_torchrl:
             # What TorchRL's collector returns, which seeds its envs one after the other.
             num_envs = self._layout.num_envs * self._options.num_to_start
             return seed if static_seed else next_seed(seed, num_envs)

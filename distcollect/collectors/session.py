@@ -19,7 +19,7 @@ from distcollect.pool.pool import Pool
 from distcollect.pool.publisher import Publisher
 from distcollect.pool.remote_calls import RemoteCalls, evaluators
 from distcollect.pool.worker_slots import BatchPlan
-from distcollect.rollout.tree_layout import AnyLayout, TreeLayout
+from distcollect.rollout.layout import Layout
 from distcollect.roster.manager import Workers
 from distcollect.telemetry.recorder import StatsRecorder
 from distcollect.transport.peer_ids import identity
@@ -93,10 +93,10 @@ class Session:
         options, workers = self._options, self.workers
         probe: WorkerInfo = next(iter(workers.worker_infos.values()))
         timeout_s = options.fault_limits.weights_timeout_s
-        self.layout: AnyLayout = probe.layout
+        self.layout: Layout = probe.layout
         self.has_weights = bool(probe.weights.entries)
         num_envs = self.layout.num_envs
-        self._num_steps = options.num_steps(num_envs, rounds_up=probe.is_torchrl)
+        self._num_steps = options.num_steps(num_envs, rounds_up=probe.layout.is_torchrl)
         self.frames_per_batch = self._num_steps * num_envs * options.rollouts_per_batch
         self.updater.attach(
             UpdaterContext(
@@ -234,7 +234,7 @@ class Session:
             DeadlineError, WorkerError: see :meth:`.Pool.seed`.
         """
         timeout_s = self._options.fault_limits.batch_timeout_s
-        as_torchrl = isinstance(self.layout, TreeLayout)
+        as_torchrl = self.layout.is_torchrl
         self.pool.seed(seed, static_seed, as_torchrl=as_torchrl, timeout_s=timeout_s, note=note)
 
     def set_hooks(self, hooks: bytes, note: Callable[[], None]) -> None:

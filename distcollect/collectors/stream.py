@@ -31,7 +31,7 @@ from distcollect.common import checks, tensor_cache
 from distcollect.common.forks import Owner
 from distcollect.errors import ArgumentTypeError, BatchTimeout, CollectorStateError
 from distcollect.results import Stats
-from distcollect.rollout.tree_layout import AnyLayout
+from distcollect.rollout.layout import Layout
 from distcollect.telemetry.monitor import MonitorThread
 from distcollect.telemetry.recorder import StatsRecorder
 
@@ -508,7 +508,7 @@ class BatchStream(ABC):
 
     @property
     @abstractmethod
-    def _layout(self) -> AnyLayout: ...
+    def _layout(self) -> Layout: ...
 
     @abstractmethod
     def _next(self, timeout_s: float) -> Collected:

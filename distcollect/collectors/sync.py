@@ -47,8 +47,8 @@ from distcollect.results import (
 )
 from distcollect.rollout.assemble import assemble
 from distcollect.rollout.header import Header, Rollout
+from distcollect.rollout.layout import Layout
 from distcollect.rollout.slabs import AnySlab, new_slab
-from distcollect.rollout.tree_layout import AnyLayout, TreeLayout
 from distcollect.transport.peer_ids import identity
 
 # For the envs to close at exit.
@@ -102,7 +102,7 @@ class SyncDataCollector(DataCollectorBase):
             if_it_fails.callback(self._engine.close)
             num_envs = self._engine.layout.num_envs
             self._num_steps = validation.num_steps(
-                self.frames_per_batch, 1, num_envs, rounds_up=self._engine.envs.is_torchrl
+                self.frames_per_batch, 1, num_envs, rounds_up=self._engine.layout.is_torchrl
             )
             self._count_frames(self._num_steps * num_envs)
             if_it_fails.pop_all()
@@ -176,7 +176,7 @@ class SyncDataCollector(DataCollectorBase):
         """
         self._check_open()
         layout, options = self._layout, self._options
-        is_loose = isinstance(layout, TreeLayout) and layout.is_loose
+        is_loose = layout.is_loose
         if is_loose or options.trajs_per_batch is not None:
             raise CollectorStateError(
                 "fake_tensordict(): batches of this collector have no fixed shape: take a batch"
@@ -197,7 +197,7 @@ class SyncDataCollector(DataCollectorBase):
         self._engine.reset()
 
     @property
-    def _layout(self) -> AnyLayout:
+    def _layout(self) -> Layout:
         return self._engine.layout
 
     def _snapshot(self, known: Stats) -> Stats:
@@ -388,7 +388,7 @@ class SyncDataCollector(DataCollectorBase):
 
     @staticmethod
     def _seed_engine(engine: EngineBase, seed: int, static_seed: bool) -> None:
-        envs, as_torchrl = range(engine.layout.num_envs), isinstance(engine.layout, TreeLayout)
+        envs, as_torchrl = range(engine.layout.num_envs), engine.layout.is_torchrl
         engine.seed(*process_seeds(seed, envs, 0, static=static_seed, as_torchrl=as_torchrl))
 
     def _call(

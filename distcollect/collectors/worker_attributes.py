@@ -15,7 +15,6 @@ from distcollect.collectors.session import Session
 from distcollect.collectors.worker_options import WorkerOptions
 from distcollect.envs.base import called
 from distcollect.errors import ArgumentError, CollectorStateError
-from distcollect.rollout.tree_layout import TreeLayout
 
 _KNOWN = "'worker_idx', 'frames_per_batch', 'env.NAME' and 'replay_buffer.NAME'"
 
@@ -184,7 +183,7 @@ class WorkerAccess(DataCollectorBase):
         collectors. They have ``"policy_version"`` and ``"policy_state_dict"`` of this collector.
         """
         state = super().state_dict()
-        if not isinstance(self._layout, TreeLayout):
+        if not self._layout.is_torchrl:
             return state
         shared = {
             name: state[name] for name in ("policy_version", "policy_state_dict") if name in state

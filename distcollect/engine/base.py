@@ -20,8 +20,8 @@ from distcollect.engine.plan import StepOptions
 from distcollect.envs.base import Envs
 from distcollect.errors import EnvError, PolicyError
 from distcollect.policy.live_weights import LiveWeights
+from distcollect.rollout.layout import Layout
 from distcollect.rollout.slabs import AnySlab
-from distcollect.rollout.tree_layout import AnyLayout
 from distcollect.telemetry.step_timer import StepTimer
 
 # Why the frames of a rollout are lost, by what ended it: the first that it is.
@@ -51,7 +51,7 @@ class EngineBase(ABC):
     """
 
     envs: Envs
-    layout: AnyLayout
+    layout: Layout
     next_seed: int | None = None
 
     def __init__(

@@ -20,8 +20,8 @@ from distcollect.integrations import load
 from distcollect.policy.base import Exploration, Policy
 from distcollect.policy.random import RandomPolicy
 from distcollect.policy.user import UserPolicy
+from distcollect.rollout.layout import Layout
 from distcollect.rollout.spaces import Key
-from distcollect.rollout.tree_layout import AnyLayout, TreeLayout, scalars
 
 
 def build_engine(
@@ -117,11 +117,11 @@ def build_engine_for(
     )
 
 
-def _check_metrics(metrics: Mapping[str, Key], layout: AnyLayout) -> None:
+def _check_metrics(metrics: Mapping[str, Key], layout: Layout) -> None:
     """Raise ArgumentError unless frames of this layout have the entries of all metrics."""
-    if isinstance(layout, TreeLayout) and layout.is_loose:
+    if layout.is_loose:
         return  # only the frames themselves show their entries
-    known = scalars(layout)
+    known = layout.scalars()
     for name, key in metrics.items():
         if key not in known:
             raise ArgumentError(

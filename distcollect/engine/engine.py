@@ -188,7 +188,7 @@ def _layout(envs: EnvBatch, policy: Policy) -> Layout:
                 f"the policy writes {'.'.join(leaf.key)!r}, a name that is taken; rename it"
             )
     state = envs.leaves if policy.state is None else (*envs.leaves, *policy.state.leaves)
-    return Layout(envs.num_envs, state, envs.action_leaves, policy.extras, envs.outcome_leaves)
+    return Layout((envs.num_envs,), state, envs.action_leaves, policy.extras, envs.outcome_leaves)
 
 
 def _check_options(options: StepOptions, envs: EnvBatch) -> None:

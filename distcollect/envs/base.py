@@ -115,12 +115,10 @@ class Envs(ABC):
     Attributes:
         num_envs: n.
         members: the envs as they were made: one for each row, or a single one that steps all rows.
-        is_torchrl: the envs are TorchRL's.
         engine: the entry point that builds their engine, see
             :mod:`distcollect.integrations`; None: the engine for arrays.
     """
 
-    is_torchrl: bool = False
     engine: ClassVar[str | None] = None
 
     def __init__(

@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 from distcollect.common.replies import arrives
 from distcollect.errors import ArgumentError, DeadlineError, RolloutGone, WorkerError, WorkerLost
 from distcollect.rollout.header import Header, Rollout
-from distcollect.rollout.layout import Tensors
-from distcollect.rollout.tree_layout import AnyLayout
+from distcollect.rollout.layout import Layout, Tensors
 from distcollect.transport.peer_ids import identity
 from distcollect.transport.protocol import Transport
 from distcollect.transport.worker_service import WorkerService
@@ -40,7 +39,7 @@ class RolloutReference:
     trainer: int
     run_id: str
     header: Header
-    layout: AnyLayout = field(repr=False)
+    layout: Layout = field(repr=False)
     peer: int = field(repr=False)
     contact: Any = field(repr=False)
     key: str = field(repr=False)

@@ -1,26 +1,28 @@
 """Turns the tensors of one or more rollouts into the batch that the user gets.
 
-The batch has TorchRL's keys. What follows from the tensors that travelled is rebuilt here: ``next``
-observations, ``done``, ids.
+The batch has TorchRL's keys, and with TorchRL envs exactly the entries that TorchRL's collectors
+give. What follows from the tensors that travelled is rebuilt here: ``next`` observations, ``done``,
+ids.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
 
-from distcollect.rollout.assemble_tree import assemble_tree
 from distcollect.rollout.header import Rollout
 from distcollect.rollout.join_rollouts import bookkeeping, join
 from distcollect.rollout.layout import Layout
-from distcollect.rollout.spaces import Key, nested
-from distcollect.rollout.tree_layout import AnyLayout, TreeLayout
+from distcollect.rollout.pickled_rollout import stacked, unpacked
+from distcollect.rollout.spaces import Key, as_key, nested
+from distcollect.rollout.wire import wire_layout
 
 
 def assemble(
-    layout: AnyLayout,
+    layout: Layout,
     rollouts: Sequence[Rollout],
     *,
     mask: bool = False,
@@ -47,37 +49,34 @@ def assemble(
     Raises:
         ValueError: there is padding, and ``mask`` is False.
     """
-    if isinstance(layout, TreeLayout):
-        return assemble_tree(layout, rollouts, mask=mask, compact=compact, device=device)
+    if layout.is_loose:
+        return _loose(layout, rollouts, mask=mask, compact=compact, device=device)
     pinned = device is not None and device.type == "cuda"
-    columns = join(layout, rollouts, compact=compact, pinned=pinned)
-    flat, following = columns.flat, columns.following
-    lead = flat["reward",].shape if shape is None else shape
-
-    def viewed(tensor: torch.Tensor, *rest: int) -> torch.Tensor:
-        # Each operation takes long in a process that sleeps between two batches.
-        return tensor if shape is None else tensor.view(*lead, *rest)
-
-    def column(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.view(*lead, 1)
-
-    terminated, truncated = flat["terminated",], flat["truncated",]
-    after = {key: viewed(tensor, *tensor.shape[2:]) for key, tensor in following.items()}
-    after["reward",] = column(flat["reward",])
-    after["terminated",] = column(terminated)
-    after["truncated",] = column(truncated)
-    after["done",] = column(terminated | truncated)
-    after.update((leaf.key, viewed(flat[leaf.key], *leaf.shape)) for leaf in layout.outcomes)
-    _cut_agents(layout, after)
-    roots = (*layout.state, *layout.action, *layout.extras)
-    batch = {leaf.key: viewed(flat[leaf.key], *leaf.shape) for leaf in roots}
-    for name in ("done", "terminated", "truncated"):
-        batch[name,] = torch.zeros((*lead, 1), dtype=torch.bool)
-    tree = nested(batch)
-    tree["next"] = nested(after)
+    flat, following = join(layout, rollouts, compact=compact, pinned=pinned)
     kept = bookkeeping(rollouts, flat, mask=mask)
+    lead = tuple(kept["traj_ids"].shape) if shape is None else shape
+
+    def viewed(tensor: torch.Tensor) -> torch.Tensor:
+        # Each operation takes long in a process that sleeps between two batches.
+        return tensor if shape is None else tensor.view(*lead, *tensor.shape[2:])
+
+    root = {leaf.key: viewed(flat[leaf.key]) for leaf in layout.root}
+    after = {key: viewed(tensor) for key, tensor in following.items()}
+    after.update((leaf.key, viewed(flat[leaf.key])) for leaf in layout.outcomes)
+    if not layout.is_torchrl:
+        for name in ("reward", "terminated", "truncated"):
+            after[name,] = flat[name,].view(*lead, 1)
+        after["done",] = after["terminated",] | after["truncated",]
+        for name in ("done", "terminated", "truncated"):
+            root[name,] = torch.zeros((*lead, 1), dtype=torch.bool)
+        _cut_agents(layout, after)
+    tree = nested(root)
+    tree["next"] = nested(after)
     tree["collector"] = {name: viewed(tensor) for name, tensor in kept.items()}
     out = TensorDict(tree, batch_size=lead, names=[*[None] * (len(lead) - 1), "time"])
+    for key, dims in layout.nodes:
+        if (node := out.get(key, None)) is not None:
+            node.batch_size = (*lead, *dims)
     return out if device is None else out.to(device, non_blocking=pinned)
 
 
@@ -92,3 +91,40 @@ def _cut_agents(layout: Layout, after: dict[Key, torch.Tensor]) -> None:
         cut = after["truncated",].unsqueeze(-1) & ~done
         truncated |= cut
         done |= cut
+
+
+def _loose(
+    layout: Layout,
+    rollouts: Sequence[Rollout],
+    *,
+    mask: bool,
+    compact: bool,
+    device: torch.device | None,
+) -> TensorDict:
+    parts: list[TensorDictBase] = []
+    for rollout in rollouts:
+        wire = wire_layout(layout, rollout.header.num_steps, rollout.header.wire_form)
+        leaves = zip(layout.per_frame, wire.leaves([rollout.tensors[0]]), strict=True)
+        flat = {leaf.key: value.clone() for leaf, value in leaves}
+        part = unpacked(rollout.tensors)
+        if compact:
+            _drop_repeated(part, layout.flags)
+        entries = bookkeeping([rollout], flat, mask=mask)
+        values = {name: value.reshape(part.batch_size) for name, value in entries.items()}
+        part.set("collector", TensorDict(values, batch_size=part.batch_size))
+        parts.append(part)
+    whole: Any = stacked(parts, 0)
+    whole.names = [*[None] * (whole.ndim - 1), "time"]
+    return whole if device is None else whole.to(device)
+
+
+def _drop_repeated(frames: TensorDictBase, flags: Sequence[Key]) -> None:
+    """Delete what is under "next" and also at the root, but for the flags of an episode's end."""
+    following: TensorDictBase = frames.get("next")
+    at_root, at_next = (
+        each.keys(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor)
+        for each in (frames, following)
+    )
+    known = {*at_root}
+    kept = [key for key in at_next if key not in known or as_key(key) in flags]
+    frames.set("next", following.select(*kept))

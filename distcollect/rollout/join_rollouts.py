@@ -1,12 +1,8 @@
-"""Joins the leaves of several rollouts, and rebuilds what follows from them.
-
-Both kinds of batches are made from these: :mod:`.assemble`, :mod:`.assemble_tree`.
-"""
+"""Joins the leaves of several rollouts, and rebuilds what follows from them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain, groupby
 
 import numpy as np
@@ -16,37 +12,24 @@ from distcollect.common import tensor_cache
 from distcollect.rollout.header import Rollout
 from distcollect.rollout.layout import FAULTED, MASK, POLICY_VERSION, TRAJ_IDS, Layout, Tensors
 from distcollect.rollout.spaces import Key, indexable
-from distcollect.rollout.tree_layout import AnyLayout
 from distcollect.rollout.wire import WireForm, WireLayout, wire_layout
 
 
-@dataclass(frozen=True)
-class Columns:
-    """The leaves of W rollouts of n rows and T steps.
-
-    Attributes:
-        flat: ``[W * n, T, *shape]`` for each leaf of a frame.
-        following: the same for the state leaves, as they are after each frame.
-    """
-
-    flat: dict[Key, torch.Tensor]
-    following: dict[Key, torch.Tensor]
-
-
 def join(
-    layout: AnyLayout, rollouts: Sequence[Rollout], *, compact: bool = False, pinned: bool
-) -> Columns:
+    layout: Layout, rollouts: Sequence[Rollout], *, compact: bool = False, pinned: bool
+) -> tuple[dict[Key, torch.Tensor], dict[Key, torch.Tensor]]:
     """Join the rollouts, one after the other.
 
     Args:
         layout: what a frame of each rollout consists of.
         rollouts: W rollouts of n rows and T steps each.
-        compact: leave out what is after each frame, but for the flags of agents.
-        pinned: the columns are to be in pinned memory.
+        compact: leave out what is after each frame, but for flags.
+        pinned: the tensors are to be in pinned memory.
 
     Returns:
-        Columns that share no memory with each other, and with a rollout only if there is just one:
-        its large tensors are taken over.
+        ``[W * n, T, *shape]`` for each leaf of a frame; and the same for the state leaves, as they
+        are after each frame. The tensors share no memory with each other, and with a rollout only
+        if there is just one: its large tensors are taken over.
     """
     runs = list(_runs(layout, rollouts))
     taken, parts = None, []
@@ -72,9 +55,9 @@ def join(
     final_at, finals = _ends(layout, runs, steps)
 
     following: dict[Key, torch.Tensor] = {}
-    kept = layout.agent_flags if isinstance(layout, Layout) else ()
+    flags = layout.flags
     for index, leaf in enumerate(layout.state):
-        if compact and leaf.key not in kept:
+        if compact and leaf.key not in flags:
             continue
         root = flat[leaf.key]
         after = tensor_cache.empty(tuple(root.shape), root.dtype, pinned=pinned)
@@ -84,11 +67,11 @@ def join(
         if finals:
             indexable(after.view(rows * steps, *leaf.shape))[final_at] = indexable(finals[index])
         following[leaf.key] = after
-    return Columns(flat, following)
+    return flat, following
 
 
 def _runs(
-    layout: AnyLayout, rollouts: Sequence[Rollout]
+    layout: Layout, rollouts: Sequence[Rollout]
 ) -> Iterator[tuple[WireLayout, list[Rollout]]]:
     """Rollouts in a row that lie alike in their tensors, after the way in which they do."""
 
@@ -106,7 +89,7 @@ def _parts(runs: Sequence[tuple[WireLayout, list[Rollout]]]) -> list[Tensors]:
 
 
 def _ends(
-    layout: AnyLayout, runs: Sequence[tuple[WireLayout, list[Rollout]]], steps: int
+    layout: Layout, runs: Sequence[tuple[WireLayout, list[Rollout]]], steps: int
 ) -> tuple[torch.Tensor, Tensors]:
     """Where episodes ended: row times T plus step; and each state leaf's final values.
 

@@ -12,53 +12,37 @@ import torch
 from tensordict import TensorDictBase, lazy_stack
 
 from distcollect.errors import EnvError
-from distcollect.rollout.layout import FAULTED, POLICY_VERSION, TRAJ_IDS
+from distcollect.rollout.layout import Layout
+from distcollect.rollout.slab import RolloutMemory
 from distcollect.rollout.spaces import Key
-from distcollect.rollout.tree_layout import TreeLayout
-from distcollect.rollout.wire import WireForm, wire_layout
 
 
-class PickledRollout:
+class PickledRollout(RolloutMemory):
     """Keeps the TensorDicts of one rollout ``[n, T]`` as they are.
 
     They travel as one pickle, which is slow, but carries everything that can be pickled. The
     attributes are those of :class:`~distcollect.rollout.tree_slab.TreeSlab`.
     """
 
-    wire_form = WireForm.PACKED
-
-    def __init__(self, layout: TreeLayout, num_steps: int, *, shared: bool = False) -> None:
-        """Make room; ``shared`` is only remembered, as nothing here can be mapped."""
-        self.layout = layout
-        self.num_steps = num_steps
-        self.shared = shared
-        self._wire = wire_layout(layout, num_steps, self.wire_form)
-        self._memory, _ = self._wire.allocate()
-        tensors = self._wire.leaves(self._memory)
-        columns = {leaf.key: t for leaf, t in zip(layout.per_frame, tensors, strict=True)}
-        self.traj_ids: np.ndarray = columns[TRAJ_IDS].numpy()
-        self.policy_version: np.ndarray = columns[POLICY_VERSION].numpy()
-        self.faulted: np.ndarray = columns[FAULTED].numpy()
-        rows = layout.num_envs
-        self.reward = np.zeros((rows, num_steps))
-        self.ended = np.zeros((rows, num_steps), bool)
-        self.num_frames = rows * num_steps
+    def __init__(self, layout: Layout, num_steps: int, *, shared: bool = False) -> None:
+        super().__init__(layout, num_steps, shared=shared)
+        self.reward = np.zeros((layout.num_envs, num_steps))
+        self.ended = np.zeros((layout.num_envs, num_steps), bool)
         self._frames: list[TensorDictBase] = []
 
     def clear(self) -> None:
-        """Forget the frames of the rollout before."""
-        self.num_frames = self.layout.num_envs * self.num_steps
-        self.faulted.fill(False)
+        super().clear()
         self.ended.fill(False)
         self._frames = []
 
     def write(self, start: int, frames: Sequence[TensorDictBase], given: set[Key]) -> None:
         """Add the frames of consecutive steps; see :meth:`.TreeSlab.write`."""
         self._frames += frames
-        rows = self.layout.num_envs
+        rows, keys = self.layout.num_envs, self.layout.torchrl_keys
+        assert keys is not None
         for step, frame in enumerate(frames, start):
             total = np.zeros(rows)
-            for key in self.layout.rewards:
+            for key in keys.rewards:
                 reward = frame.get(("next", *key))
                 total += reward.reshape(rows, -1).sum(-1, dtype=torch.float64).cpu().numpy()
             self.reward[:, step] = total
@@ -69,9 +53,9 @@ class PickledRollout:
         # Copies, as what is written into one frame of a lazy stack must not change another.
         self._frames += [self._frames[-1].clone() for _ in range(padding)]
         if padding:
+            for row in range(self.layout.num_envs):
+                self._pad_row(row, num_steps, self.policy_version[row, num_steps - 1])
             self.reward[:, num_steps:] = 0
-            self.traj_ids[:, num_steps:] = -1
-            self.policy_version[:, num_steps:] = self.policy_version[:, num_steps - 1, None]
             self.num_frames = self.layout.num_envs * num_steps
 
     def values_at(self, key: Key, at: np.ndarray) -> np.ndarray:

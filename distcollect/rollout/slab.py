@@ -9,121 +9,57 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 
-from distcollect.rollout.layout import FAULTED, POLICY_VERSION, TRAJ_IDS, Layout
-from distcollect.rollout.spaces import Arrays, Key
+from distcollect.rollout.layout import FAULTED, POLICY_VERSION, TRAJ_IDS, Layout, Tensors
+from distcollect.rollout.spaces import Arrays, Key, indexable
 from distcollect.rollout.wire import WireForm, wire_layout
 
 
-class Slab:
-    """Memory for one rollout ``[n, T]``, written in place by the engine, used again and again.
-
-    Torch owns the memory, as the RPC layer would copy numpy's once more before sending it. It is
-    written through numpy views, as small writes through torch take many times longer.
+class RolloutMemory:
+    """Memory for one rollout ``[n, T]``, used again and again.
 
     Attributes:
         wire_form: how its leaves lie in the tensors that travel.
-        frames: ``{key: [n, T, *shape]}`` of all leaves; the next four are parts of it.
-        root: the state leaves, as they are at the start of each frame.
-        action: the action's leaves.
-        extras: what the policy writes beside the action.
-        outcomes: the leaves that only a frame's end has.
-        tail: ``{key: [n, *shape]}`` of the state leaves after the last frame.
+        columns: ``{key: [n, T, *shape]}`` of all leaves.
+        tails: ``{key: [n, *shape]}`` of the state leaves after the last frame.
+        traj_ids, policy_version: int64 ``[n, T]``.
+        faulted: bool ``[n, T]``: the trajectory ends here because its env raised.
+        reward: ``[n, T]``, the sum of all rewards of a row.
         num_frames: how many frames in it are real; the others are padding.
     """
+
+    reward: np.ndarray
 
     def __init__(self, layout: Layout, num_steps: int, *, shared: bool = False) -> None:
         """Allocate it; ``shared``: in memory that a trainer on this host can map."""
         self.layout = layout
         self.num_steps = num_steps
         self.shared = shared
-        self.wire_form = WireForm.MAPPED if shared else WireForm.PACKED
+        self.wire_form = WireForm.MAPPED if shared and not layout.is_loose else WireForm.PACKED
         self._wire = wire_layout(layout, num_steps, self.wire_form)
         self._memory, self._stand_ins = self._wire.allocate()
-        arrays = [leaf.numpy() for leaf in self._wire.leaves(self._memory)]
+        tensors = self._wire.leaves(self._memory)
         per_frame = layout.per_frame
-        self.frames: Arrays = {
-            leaf.key: array for leaf, array in zip(per_frame, arrays, strict=False)
-        }
-        self.tail: Arrays = {
-            leaf.key: array
-            for leaf, array in zip(layout.state, arrays[len(per_frame) :], strict=True)
-        }
-        self.root: Arrays = {leaf.key: self.frames[leaf.key] for leaf in layout.state}
-        self.action: Arrays = {leaf.key: self.frames[leaf.key] for leaf in layout.action}
-        self.extras: Arrays = {leaf.key: self.frames[leaf.key] for leaf in layout.extras}
-        self.outcomes: Arrays = {leaf.key: self.frames[leaf.key] for leaf in layout.outcomes}
-        self.reward = self.frames["reward",]
-        self.terminated = self.frames["terminated",]
-        self.truncated = self.frames["truncated",]
-        self.traj_ids = self.frames[TRAJ_IDS]
-        self.policy_version = self.frames[POLICY_VERSION]
-        self.faulted = self.frames[FAULTED]
+        self.columns = {leaf.key: t for leaf, t in zip(per_frame, tensors, strict=False)}
+        tails = tensors[len(per_frame) :]
+        self.tails = {leaf.key: t for leaf, t in zip(layout.state, tails, strict=True)}
+        self.traj_ids: np.ndarray = self.columns[TRAJ_IDS].numpy()
+        self.policy_version: np.ndarray = self.columns[POLICY_VERSION].numpy()
+        self.faulted: np.ndarray = self.columns[FAULTED].numpy()
         self.num_frames = layout.num_envs * num_steps
+        # Where trajectories ended, as row times T plus step; and of each state leaf the values
+        # ``[k, *shape]`` after these frames.
         self._final_at: list[int] = []
-        self._final_room = layout.num_envs
-        self._final: Arrays = {leaf.key: leaf.zeros(layout.num_envs) for leaf in layout.state}
-
-    @property
-    def ended(self) -> np.ndarray:
-        """Bool ``[n, T]``: the trajectory ends here."""
-        ended: np.ndarray = self.terminated | self.truncated
-        return ended
-
-    def local_tensors(self) -> list[Any]:
-        """The rollout for a trainer in this process; see :meth:`tensors`."""
-        return self.tensors()
+        self._final: dict[Key, list[Any]] = {leaf.key: [] for leaf in layout.state}
 
     def clear(self) -> None:
-        """Reset what the engine doesn't write in each frame: episode ends, padding."""
+        """Reset what the engine doesn't write in each frame."""
         self.num_frames = self.layout.num_envs * self.num_steps
-        self.terminated.fill(False)
-        self.truncated.fill(False)
         self.faulted.fill(False)
         self._final_at.clear()
-
-    def add_final(
-        self, row: int, step: int, final: Arrays, *, source_row: int | None = None
-    ) -> None:
-        """Keep the true final observation of the episode that ended in ``row`` at ``step``.
-
-        Args:
-            row: the env's row.
-            step: the episode's last step in this rollout.
-            final: ``{key: [m, *shape]}`` of the state leaves after that step.
-            source_row: the env's row in ``final``; None: the same row.
-        """
-        count = len(self._final_at)
-        source = row if source_row is None else source_row
-        self._make_room(count + 1)
-        for key, kept in self._final.items():
-            kept[count] = final[key][source]
-        self._final_at.append(row * self.num_steps + step)
-
-    def add_finals(self, rows: np.ndarray, steps: int | np.ndarray, final: Arrays) -> None:
-        """The same for several rows at once.
-
-        Args:
-            rows: m rows, each at most once for the same step.
-            steps: the last step of all of them, or of each.
-            final: ``{key: [m, *shape]}`` of the state leaves after these steps.
-        """
-        begin = len(self._final_at)
-        end = begin + len(rows)
-        self._make_room(end)
-        for key, kept in self._final.items():
-            kept[begin:end] = final[key]
-        self._final_at += (rows * self.num_steps + steps).tolist()
-
-    def _make_room(self, count: int) -> None:
-        """Make room for as many final observations."""
-        if count <= self._final_room:
-            return
-        more = max(count - self._final_room, self._final_room)
-        self._final_room += more
-        for key, kept in self._final.items():
-            room = np.zeros((more, *kept.shape[1:]), kept.dtype)
-            self._final[key] = np.concatenate([kept, room])
+        for kept in self._final.values():
+            kept.clear()
 
     def values_at(self, key: Key, at: np.ndarray) -> np.ndarray:
         """One number of each of k frames, float64 ``[k]``.
@@ -134,44 +70,22 @@ class Slab:
         """
         rows, steps = self.layout.num_envs, self.num_steps
         if key[0] != "next":
-            values = self.frames[key].reshape(rows * steps)
-        elif key[1:] not in self.root:
-            values = self.frames[key[1:]].reshape(rows * steps)
+            values = self.columns[key].reshape(-1)
+        elif key[1:] not in self.tails:
+            values = self.columns[key[1:]].reshape(-1)
         else:
-            root = self.root[key[1:]].reshape(rows, steps)
-            after = np.concatenate([root[:, 1:], self.tail[key[1:]].reshape(rows, 1)], axis=1)
-            values = after.reshape(rows * steps)
-            count = len(self._final_at)
-            values[self._final_at] = self._final[key[1:]][:count].reshape(count)
-        chosen: np.ndarray = values[at].astype(np.float64)
+            root, tail = self.columns[key[1:]], self.tails[key[1:]]
+            values = torch.cat([root.reshape(rows, steps)[:, 1:], tail.reshape(rows, 1)], 1)
+            values = indexable(values.reshape(-1))
+            if self._final_at:
+                values[self._final_at] = indexable(_joined(self._final[key[1:]]).reshape(-1))
+            values = values.view(root.dtype)
+        chosen: np.ndarray = values.double()[torch.from_numpy(at)].numpy()
         return chosen
 
-    def pad(self, lengths: np.ndarray, after: Arrays) -> None:
-        """Turn all frames after the first ``lengths`` of each row into padding.
-
-        Padding is zeros, except that the trajectory id is -1 and the policy version is that of the
-        row's last real frame.
-
-        Args:
-            lengths: int ``[n]``, how many frames of each row are real; not all 0.
-            after: ``{key: [n, *shape]}`` of the state leaves after each row's last real frame.
-        """
-        steps = self.num_steps
-        newest = self.policy_version[np.arange(steps) < lengths[:, None]].max()
-        for row, length in enumerate(lengths.tolist()):
-            if length == steps:
-                continue
-            version = self.policy_version[row, length - 1] if length else newest
-            ended = self.terminated[row, length - 1] or self.truncated[row, length - 1]
-            if length and not ended:
-                self.add_final(row, length - 1, after)
-            for array in self.frames.values():
-                array[row, length:] = 0
-            for array in self.tail.values():
-                array[row] = 0
-            self.traj_ids[row, length:] = -1
-            self.policy_version[row, length:] = version
-        self.num_frames = int(lengths.sum())
+    def local_tensors(self) -> list[Any]:
+        """The rollout for a trainer in this process; see :meth:`tensors`."""
+        return self.tensors()
 
     def tensors(self, *, mapped: bool = True) -> list[Any]:
         """The rollout as it travels; this slab's memory, so valid until it is used again.
@@ -183,6 +97,108 @@ class Slab:
         """
         packed, *large = self._memory
         if self._final_at:
-            final = (kept[: len(self._final_at)] for kept in self._final.values())
-            packed = self._wire.with_final(packed, self._final_at, final)
+            final: Tensors = [_joined(kept) for kept in self._final.values()]
+            packed = self._wire.with_final(packed, torch.tensor(self._final_at), final)
         return [packed, *(self._stand_ins if mapped and self._stand_ins else large)]
+
+    def _pad_row(self, row: int, length: int, version: int) -> None:
+        """Turn the frames of a row from ``length`` on into padding.
+
+        Padding is zeros, except that the trajectory id is -1, and the policy version as given.
+        """
+        for column in self.columns.values():
+            column[row, length:].zero_()
+        for tail in self.tails.values():
+            tail[row].zero_()
+        self.traj_ids[row, length:] = -1
+        self.policy_version[row, length:] = version
+
+
+class Slab(RolloutMemory):
+    """Memory for one rollout, written in place by way of arrays.
+
+    Torch owns the memory, as the RPC layer would copy numpy's once more before sending it. It is
+    written through numpy views, as small writes through torch take many times longer.
+
+    Attributes:
+        frames: ``columns`` as arrays; the next four are parts of it.
+        root: the state leaves, as they are at the start of each frame.
+        action: the action's leaves.
+        extras: what the policy writes beside the action.
+        outcomes: the leaves that only a frame's end has.
+        tail: ``tails`` as arrays.
+    """
+
+    def __init__(self, layout: Layout, num_steps: int, *, shared: bool = False) -> None:
+        super().__init__(layout, num_steps, shared=shared)
+        self.frames: Arrays = {key: column.numpy() for key, column in self.columns.items()}
+        self.tail: Arrays = {key: tail.numpy() for key, tail in self.tails.items()}
+        self.root, self.action, self.extras, self.outcomes = (
+            {leaf.key: self.frames[leaf.key] for leaf in leaves}
+            for leaves in (layout.state, layout.action, layout.extras, layout.outcomes)
+        )
+        self.reward = self.frames["reward",]
+        self.terminated = self.frames["terminated",]
+        self.truncated = self.frames["truncated",]
+
+    @property
+    def ended(self) -> np.ndarray:
+        """Bool ``[n, T]``: the trajectory ends here."""
+        ended: np.ndarray = self.terminated | self.truncated
+        return ended
+
+    def clear(self) -> None:
+        super().clear()
+        self.terminated.fill(False)
+        self.truncated.fill(False)
+
+    def add_final(self, row: int, step: int, final: Arrays) -> None:
+        """Keep the true final observation of the episode that ended in ``row`` at ``step``.
+
+        Args:
+            row: the env's row.
+            step: the episode's last step in this rollout.
+            final: ``{key: [n, *shape]}`` of the state leaves after that step.
+        """
+        for key, kept in self._final.items():
+            kept.append(final[key][row : row + 1].copy())
+        self._final_at.append(row * self.num_steps + step)
+
+    def add_finals(self, rows: np.ndarray, steps: int | np.ndarray, final: Arrays) -> None:
+        """Keep the true final observations of m episodes.
+
+        Args:
+            rows: m rows, each at most once for the same step.
+            steps: the last step of all of them, or of each.
+            final: ``{key: [m, *shape]}`` of the state leaves after these steps, in memory that is
+                not written to again.
+        """
+        for key, kept in self._final.items():
+            kept.append(final[key])
+        self._final_at += (rows * self.num_steps + steps).tolist()
+
+    def pad(self, lengths: np.ndarray, after: Arrays) -> None:
+        """Turn all frames after the first ``lengths`` of each row into padding.
+
+        The policy version of padding is that of the row's last real frame.
+
+        Args:
+            lengths: int ``[n]``, how many frames of each row are real; not all 0.
+            after: ``{key: [n, *shape]}`` of the state leaves after each row's last real frame.
+        """
+        newest = self.policy_version[np.arange(self.num_steps) < lengths[:, None]].max()
+        ended = self.ended
+        for row, length in enumerate(lengths.tolist()):
+            if length == self.num_steps:
+                continue
+            if length and not ended[row, length - 1]:
+                self.add_final(row, length - 1, after)
+            self._pad_row(row, length, self.policy_version[row, length - 1] if length else newest)
+        self.num_frames = int(lengths.sum())
+
+
+def _joined(parts: list[Any]) -> torch.Tensor:
+    """Values ``[k, *shape]`` of several parts, which are arrays or tensors."""
+    if isinstance(parts[0], np.ndarray):
+        return torch.from_numpy(np.concatenate(parts))
+    return torch.cat(parts)

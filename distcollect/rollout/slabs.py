@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
+from distcollect.rollout.layout import Layout
 from distcollect.rollout.pickled_rollout import PickledRollout
 from distcollect.rollout.slab import Slab
-from distcollect.rollout.tree_layout import AnyLayout, TreeLayout
 from distcollect.rollout.tree_slab import TreeSlab
 
 FrameSlab: TypeAlias = TreeSlab | PickledRollout  # written by the loop for TorchRL envs
 AnySlab: TypeAlias = Slab | FrameSlab
 
 
-def new_slab(layout: AnyLayout, num_steps: int, *, shared: bool = False) -> AnySlab:
+def new_slab(layout: Layout, num_steps: int, *, shared: bool = False) -> AnySlab:
     """Memory for one rollout ``[n, T]``.
 
     Args:
@@ -21,8 +21,7 @@ def new_slab(layout: AnyLayout, num_steps: int, *, shared: bool = False) -> AnyS
         num_steps: T.
         shared: in memory that a trainer on this host can map, where the layout allows it.
     """
-    if not isinstance(layout, TreeLayout):
+    if not layout.is_torchrl:
         return Slab(layout, num_steps, shared=shared)
-    if layout.is_loose:
-        return PickledRollout(layout, num_steps, shared=shared)
-    return TreeSlab(layout, num_steps, shared=shared)
+    kind = PickledRollout if layout.is_loose else TreeSlab
+    return kind(layout, num_steps, shared=shared)

@@ -9,14 +9,13 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from distcollect.rollout.layout import FAULTED, POLICY_VERSION, TRAJ_IDS
+from distcollect.rollout.layout import Layout
+from distcollect.rollout.slab import RolloutMemory
 from distcollect.rollout.spaces import Key, Leaf, dtype_name
-from distcollect.rollout.tree_layout import TreeLayout
-from distcollect.rollout.wire import WireForm, wire_layout
 
 
-class TreeSlab:
-    """Memory for one rollout ``[n, T]`` of a :class:`TreeLayout`, used again and again.
+class TreeSlab(RolloutMemory):
+    """Memory for one rollout of TorchRL envs.
 
     Frames arrive as the TensorDicts of several steps at once, since stacking a leaf of many steps
     takes as long as writing it for one. A leaf that is at the root and under "next" is kept once:
@@ -24,46 +23,21 @@ class TreeSlab:
     an episode, its value is kept in addition.
 
     Attributes:
-        wire_form: how its leaves lie in the tensors that travel.
-        traj_ids, policy_version: int64 ``[n, T]``.
-        faulted: bool ``[n, T]``: the trajectory ends here because its env raised.
-        reward: float64 ``[n, T]``, the sum of all rewards of a row; for statistics.
+        reward: float64 ``[n, T]``; for statistics.
         ended: bool ``[n, T]``: the trajectory ends here.
-        num_frames: how many frames in it are real; the others are padding.
     """
 
-    def __init__(self, layout: TreeLayout, num_steps: int, *, shared: bool = False) -> None:
-        """Allocate it; ``shared``: in memory that a trainer on this host can map."""
-        self.layout = layout
-        self.num_steps = num_steps
-        self.shared = shared
-        self.wire_form = WireForm.MAPPED if shared else WireForm.PACKED
-        self._wire = wire_layout(layout, num_steps, self.wire_form)
-        self._memory, self._stand_ins = self._wire.allocate()
-        tensors = self._wire.leaves(self._memory)
-        self._rows, per_frame = layout.num_envs, layout.per_frame
-        self._columns = {leaf.key: t for leaf, t in zip(per_frame, tensors, strict=False)}
-        tails = tensors[len(per_frame) :]
-        self._tails = {leaf.key: t for leaf, t in zip(layout.state, tails, strict=True)}
-        self.traj_ids: np.ndarray = self._columns[TRAJ_IDS].numpy()
-        self.policy_version: np.ndarray = self._columns[POLICY_VERSION].numpy()
-        self.faulted: np.ndarray = self._columns[FAULTED].numpy()
+    def __init__(self, layout: Layout, num_steps: int, *, shared: bool = False) -> None:
+        super().__init__(layout, num_steps, shared=shared)
+        self._rows = layout.num_envs
         self.reward = np.zeros((self._rows, num_steps))
         self.ended = np.zeros((self._rows, num_steps), bool)
-        self.num_frames = self._rows * num_steps
         self._last: dict[Key, torch.Tensor] = {}  # the state leaves after the last step
-        self._final_at: list[torch.Tensor] = []
-        self._final: dict[Key, list[torch.Tensor]] = {leaf.key: [] for leaf in layout.state}
 
     def clear(self) -> None:
-        """Reset what is not written in each frame."""
-        self.num_frames = self._rows * self.num_steps
-        self.faulted.fill(False)
+        super().clear()
         self.ended.fill(False)
         self._last.clear()
-        self._final_at.clear()
-        for kept in self._final.values():
-            kept.clear()
 
     def write(self, start: int, frames: Sequence[TensorDictBase], given: set[Key]) -> None:
         """Write the frames of consecutive steps.
@@ -104,9 +78,9 @@ class TreeSlab:
         first = start - 1 if before else start
         if differs is not None and differs.any():
             self._keep(differs.nonzero(), first, following)
-        for leaf in layout.root_only:
+        for leaf in layout.extras:
             self._put(leaf, start, count, read(leaf.key))
-        for leaf in layout.next_only:
+        for leaf in layout.outcomes:
             self._put(leaf, start, count, read(("next", *leaf.key)))
         self._add_rewards(start, count)
 
@@ -118,49 +92,16 @@ class TreeSlab:
                 id is -1 and the policy version that of the last step.
         """
         if num_steps == self.num_steps:
-            for key, tail in self._tails.items():
+            for key, tail in self.tails.items():
                 tail.copy_(self._last[key])
             return
         last = num_steps - 1
         at = torch.tensor([[row, 0] for row in range(self._rows)])
         self._keep(at, last, {key: value.unsqueeze(1) for key, value in self._last.items()})
-        for column in self._columns.values():
-            column[:, num_steps:] = 0
-        for tail in self._tails.values():
-            tail.zero_()
+        for row in range(self._rows):
+            self._pad_row(row, num_steps, self.policy_version[row, last])
         self.reward[:, num_steps:] = 0
-        self.traj_ids[:, num_steps:] = -1
-        self.policy_version[:, num_steps:] = self.policy_version[:, last : last + 1]
         self.num_frames = self._rows * num_steps
-
-    def values_at(self, key: Key, at: np.ndarray) -> np.ndarray:
-        """One number of each of k frames, float64 ``[k]``; see :meth:`.Slab.values_at`."""
-        size = self._rows * self.num_steps
-        if key[0] != "next":
-            values = self._columns[key].reshape(size)
-        elif key[1:] not in self._tails:
-            values = self._columns[key[1:]].reshape(size)
-        else:
-            root = self._columns[key[1:]].reshape(self._rows, self.num_steps)
-            tail = self._tails[key[1:]].reshape(self._rows, 1)
-            values = torch.cat([root[:, 1:], tail], dim=1).reshape(size)
-            if self._final_at:
-                values[torch.cat(self._final_at)] = torch.cat(self._final[key[1:]]).reshape(-1)
-        chosen: np.ndarray = values[torch.from_numpy(at)].double().numpy()
-        return chosen
-
-    def local_tensors(self) -> list[Any]:
-        """The rollout for a trainer in this process; this slab's memory."""
-        return self.tensors()
-
-    def tensors(self, *, mapped: bool = True) -> list[Any]:
-        """The rollout as it travels; see :meth:`.Slab.tensors`."""
-        packed, *large = self._memory
-        if self._final_at:
-            at = torch.cat(self._final_at)
-            values = (torch.cat(self._final[leaf.key]) for leaf in self.layout.state)
-            packed = self._wire.with_final_tensors(packed, at, values)
-        return [packed, *(self._stand_ins if mapped and self._stand_ins else large)]
 
     def _begins(self, start: int, count: int) -> list[bool]:
         """For each of the steps, whether a trajectory may begin with it."""
@@ -216,7 +157,7 @@ class TreeSlab:
             count: number of steps.
             values: of each step; None: zeros, as for what the policy writes in random steps.
         """
-        part = self._columns[leaf.key][:, start : start + count]
+        part = self.columns[leaf.key][:, start : start + count]
         if (
             values is not None
             and not self.layout.batch_size
@@ -273,15 +214,16 @@ class TreeSlab:
             values: ``[n, m, *shape]`` for each state leaf.
         """
         rows, steps = at.unbind(1)
-        self._final_at.append(rows * self.num_steps + first + steps)
+        self._final_at += (rows * self.num_steps + first + steps).tolist()
         for key, kept in self._final.items():
             kept.append(values[key][rows, steps])
 
     def _add_rewards(self, start: int, num_steps: int) -> None:
         total = self.reward[:, start : start + num_steps]
         total.fill(0.0)
-        for key in self.layout.rewards:
-            part = self._columns[key][:, start : start + num_steps]
+        assert self.layout.torchrl_keys is not None
+        for key in self.layout.torchrl_keys.rewards:
+            part = self.columns[key][:, start : start + num_steps]
             total += part.reshape(self._rows, num_steps, -1).sum(-1, dtype=torch.float64).numpy()
 
 

@@ -18,8 +18,7 @@ import torch
 
 from distcollect.common import tensor_cache
 from distcollect.common.shared_memory import SharedTensor, allocate
-from distcollect.rollout.layout import Tensors
-from distcollect.rollout.tree_layout import AnyLayout
+from distcollect.rollout.layout import Layout, Tensors
 
 V = TypeVar("V")
 
@@ -57,7 +56,7 @@ class WireLayout:
         packed_bytes: size of the packed leaves.
     """
 
-    def __init__(self, layout: AnyLayout, num_steps: int, form: WireForm) -> None:
+    def __init__(self, layout: Layout, num_steps: int, form: WireForm) -> None:
         mapped = form is WireForm.MAPPED
         n = layout.num_envs
         leaves = [(leaf, (n, num_steps, *leaf.shape)) for leaf in layout.per_frame]
@@ -142,26 +141,17 @@ class WireLayout:
         of_small, of_large = iter(small), iter(large)
         return [next(of_small) if is_small else next(of_large) for is_small in self._is_small]
 
-    def with_final(
-        self, packed: torch.Tensor, at: list[int], final: Iterable[np.ndarray]
-    ) -> torch.Tensor:
+    def with_final(self, packed: torch.Tensor, at: torch.Tensor, final: Tensors) -> torch.Tensor:
         """The first tensor of a rollout in which k episodes ended.
 
         Args:
             packed: uint8 ``[packed_bytes]``, the packed leaves.
-            at: where each episode ended: row times T plus step.
+            at: int64 ``[k]``, where each episode ended: row times T plus step.
             final: for each state leaf its final values, ``[k, *shape]``.
 
         Returns:
             uint8: ``packed``, then k, ``at`` and the final values.
         """
-        tensors = (torch.from_numpy(array) for array in final)
-        return self.with_final_tensors(packed, torch.from_numpy(np.array(at)), tensors)
-
-    def with_final_tensors(
-        self, packed: torch.Tensor, at: torch.Tensor, final: Iterable[torch.Tensor]
-    ) -> torch.Tensor:
-        """The same as :meth:`with_final`, with ``at`` as int64 ``[k]`` and tensors as values."""
         parts = [packed]
         for tensor in (torch.cat([torch.tensor([len(at)]), at]), *final):
             flat = tensor.contiguous().reshape(-1).view(torch.uint8)
@@ -191,7 +181,7 @@ class WireLayout:
 
 
 @functools.lru_cache(maxsize=16)
-def wire_layout(layout: AnyLayout, num_steps: int, form: WireForm) -> WireLayout:
+def wire_layout(layout: Layout, num_steps: int, form: WireForm) -> WireLayout:
     """The wire layout; cached, so that it is not worked out for every batch."""
     return WireLayout(layout, num_steps, form)
 

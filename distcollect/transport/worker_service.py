@@ -14,8 +14,7 @@ from distcollect.common.memory_segment import Segment
 from distcollect.policy.weight_layout import WeightEncoding, WeightLayout
 from distcollect.results import Evaluation
 from distcollect.rollout.header import Header
-from distcollect.rollout.layout import Tensors
-from distcollect.rollout.tree_layout import AnyLayout
+from distcollect.rollout.layout import Layout, Tensors
 from distcollect.transport.protocol import CollectRequest, Service
 
 
@@ -27,13 +26,11 @@ class WorkerInfo:
         layout: leaves of the frames that it will deliver.
         weights: layout of the policy's weights.
         gpu: identifies the GPU that holds the weights; "" if the CPU holds them.
-        is_torchrl: whether its envs are TorchRL's.
     """
 
-    layout: AnyLayout
+    layout: Layout
     weights: WeightLayout
     gpu: str = ""
-    is_torchrl: bool = False
 
 
 @dataclass(frozen=True)

@@ -249,8 +249,7 @@ class Worker(WorkerService):
         # All objects made so far live as long as the process: the garbage collector can skip them.
         gc.collect()
         gc.freeze()
-        is_torchrl = engine.envs.is_torchrl
-        return WorkerInfo(engine.layout, weights.layout, gpu_of(weights.device), is_torchrl)
+        return WorkerInfo(engine.layout, weights.layout, gpu_of(weights.device))
 
     def _collect(self, request: CollectRequest) -> tuple[Header, Tensors]:
         engine = self._configured.engine

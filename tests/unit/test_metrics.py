@@ -206,9 +206,9 @@ def test_metrics_that_make_no_sense(metrics: Any) -> None:
 
 
 def test_without_metrics_nothing_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from distcollect.rollout.slab import Slab  # noqa: PLC0415
+    from distcollect.rollout.slab import RolloutMemory  # noqa: PLC0415
 
-    monkeypatch.delattr(Slab, "values_at")
+    monkeypatch.delattr(RolloutMemory, "values_at")
     with dc.SyncDataCollector(CountdownEnv, frames_per_batch=20) as collector:
         collector.next()
         assert collector.stats().episodes.count == 4

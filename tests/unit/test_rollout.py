@@ -18,13 +18,13 @@ from distcollect.rollout.spaces import Leaf
 
 N, T = 2, 4
 # Small leaves are sent together, large ones alone.
-CARRIED = (
+STATE = (
     Leaf(("pixels",), (3,), torch.uint8),
     Leaf(("big",), (200, 200), torch.uint8),
     Leaf(("deep", "x"), (), torch.float64),
 )
 LAYOUT = Layout(
-    N, CARRIED, (Leaf(("action",), (), torch.int64),), (Leaf(("h",), (3,), torch.float32),)
+    (N,), STATE, (Leaf(("action",), (), torch.int64),), (Leaf(("h",), (3,), torch.float32),)
 )
 X = ("deep", "x")
 
@@ -106,8 +106,8 @@ def test_assemble(num_workers: int, finals: list[tuple[int, int]]) -> None:
     assert rows.dtype == torch.int64
 
 
-SMALL = Layout(N, (CARRIED[0], CARRIED[2], Leaf(("none",), (0,), torch.float32)), (), ())
-MEDIUM = Layout(N, (Leaf(("image",), (100, 100), torch.uint8), CARRIED[2]), (), ())
+SMALL = Layout((N,), (STATE[0], STATE[2], Leaf(("none",), (0,), torch.float32)), (), ())
+MEDIUM = Layout((N,), (Leaf(("image",), (100, 100), torch.uint8), STATE[2]), (), ())
 
 
 @pytest.mark.parametrize("layout", [SMALL, MEDIUM, LAYOUT], ids=["small", "medium", "large"])
@@ -134,7 +134,7 @@ def test_rollouts_that_travelled_in_different_forms(layout: Layout) -> None:
 
 
 def test_no_leaf_is_packed_and_one_has_no_elements() -> None:
-    layout = Layout(1, (Leaf(("none",), (0,), torch.float32),), (), ())
+    layout = Layout((1,), (Leaf(("none",), (0,), torch.float32),), (), ())
     steps = 1 << 18
     slabs = [filled(layout=layout, steps=steps, first=k) for k in range(2)]
     batch = assemble(layout, [rollout(slab) for slab in slabs])
@@ -214,11 +214,11 @@ def test_a_slab_is_used_again() -> None:
     assert (batch[("next", *X)].numpy() == after).all()
 
 
-def test_a_final_observation_is_copied_and_may_stand_elsewhere() -> None:
+def test_a_final_observation_is_copied() -> None:
     slab = filled()
     final = {key: array + 50 for key, array in slab.tail.items()}
-    slab.add_final(1, 3, final, source_row=0)
-    wanted = float(final[X][0])
+    slab.add_final(1, 3, final)
+    wanted = float(final[X][1])
     for array in final.values():
         array.fill(0)
     batch = assemble(LAYOUT, [rollout(slab)])

@@ -44,7 +44,7 @@ def test_episodes_are_those_of_a_loop_over_all_frames() -> None:
     ids = np.arange(n)
     returns, lengths = np.zeros(n), np.zeros(n, int)
     for number in range(60):
-        slab = Slab(Layout(n, (), (), ()), steps)
+        slab = Slab(Layout((n,), (), (), ()), steps)
         slab.clear()
         expected = []
         # Some rollouts are cut short, sometimes before a row has any frame.
@@ -80,7 +80,7 @@ def test_a_reward_that_is_no_number_spoils_no_other_episode() -> None:
     episodes = Episodes(1)
     found = []
     for number, reward in enumerate((1.0, math.nan, math.inf, 2.0, 3.0)):
-        slab = Slab(Layout(1, (), (), ()), 2)
+        slab = Slab(Layout((1,), (), (), ()), 2)
         slab.clear()
         slab.num_frames = 2
         slab.traj_ids[0] = number

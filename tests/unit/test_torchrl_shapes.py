@@ -10,8 +10,8 @@ from helpers.torchrl_checks import zoo
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
 import distcollect as dc
+from distcollect.rollout.layout import Layout, TorchRLKeys
 from distcollect.rollout.pickled_rollout import PickledRollout, unpacked
-from distcollect.rollout.tree_layout import TreeLayout
 
 __all__ = ["zoo"]
 
@@ -63,7 +63,7 @@ def test_entries_whose_shape_changes_at_each_step(
 
 def test_padding_of_a_rollout_of_changing_shapes_is_no_frame(zoo: Any) -> None:
     env = zoo.Growing()
-    layout = TreeLayout((), rewards=(("reward",),), is_loose=True)
+    layout = Layout((), torchrl_keys=TorchRLKeys((("reward",),), (), ()), is_loose=True)
     slab = PickledRollout(layout, 4)
     td = env.reset()
     frames = list(env.rollout(2, tensordict=td, auto_reset=False).unbind(0))

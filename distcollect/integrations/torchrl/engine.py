@@ -24,9 +24,9 @@ from distcollect.integrations.torchrl.envs import TorchRLEnvs
 from distcollect.integrations.torchrl.policy import TensorDictPolicy
 from distcollect.integrations.torchrl.specs import tree_layout
 from distcollect.policy.live_weights import LiveWeights
+from distcollect.rollout.layout import Layout
 from distcollect.rollout.slabs import FrameSlab
 from distcollect.rollout.spaces import Key
-from distcollect.rollout.tree_layout import TreeLayout
 from distcollect.telemetry.step_timer import StepTimer
 
 # Frames are written to the slab when there are more: fewer would take longer, and many more would
@@ -38,7 +38,7 @@ class TensorDictEngine(EngineBase):
     """Collects rollouts ``[n, T]`` from TorchRL envs and one policy."""
 
     envs: TorchRLEnvs
-    layout: TreeLayout
+    layout: Layout
 
     def __init__(
         self,
@@ -89,7 +89,8 @@ class TensorDictEngine(EngineBase):
         self._given: set[Key] = set()  # the entries that frames had so far
         self._td = policy.exploring().call(lambda: self._started(envs.reset()))
         self.layout = tree_layout(envs, self._td, policy.try_out(self._td))
-        self._done_keys = [_short(key) for key in self.layout.done]
+        assert self.layout.torchrl_keys is not None
+        self._done_keys = [_short(key) for key in self.layout.torchrl_keys.done]
 
     def seed(self, env_seeds: Sequence[int], policy_seeds: Sequence[int]) -> None:
         """Seed the envs as TorchRL does; the policy draws from the global generators."""

@@ -45,7 +45,6 @@ class TorchRLEnvs(Envs):
     """
 
     num_stepped = 0
-    is_torchrl = True
     engine = "engine of torchrl"
 
     def __init__(

@@ -9,11 +9,11 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase, is_tensor_collection
 
 from distcollect.integrations.torchrl.envs import TorchRLEnvs
+from distcollect.rollout.layout import Layout, TorchRLKeys
 from distcollect.rollout.spaces import Key, Leaf
-from distcollect.rollout.tree_layout import TreeLayout, is_private
 
 
-def tree_layout(envs: TorchRLEnvs, first: TensorDictBase, chosen: TensorDictBase) -> TreeLayout:
+def tree_layout(envs: TorchRLEnvs, first: TensorDictBase, chosen: TensorDictBase) -> Layout:
     """The layout of the frames.
 
     Args:
@@ -26,10 +26,10 @@ def tree_layout(envs: TorchRLEnvs, first: TensorDictBase, chosen: TensorDictBase
     env_dims = len(env.batch_size)
     flags = tuple(_key(key) for key in env.done_keys)
     done = tuple(key for key in flags if key[-1] == "done" and not _is_below_another(key, flags))
-    rewards = tuple(_key(key) for key in env.reward_keys)
+    keys = TorchRLKeys(tuple(_key(key) for key in env.reward_keys), done, flags)
     template = env.fake_tensordict()
     if _is_dynamic(env) or _is_loose(template) or (len(envs.members) == 1 and _is_loose(chosen)):
-        return TreeLayout(lead, rewards=rewards, done=done, flags=flags, is_loose=True)
+        return Layout(lead, torchrl_keys=keys, is_loose=True)
     root = dict(_leaves(template.exclude("next"), env_dims))
     following = dict(_leaves(template.get("next"), env_dims))
     nodes = dict(_nodes(template, env_dims))
@@ -41,15 +41,13 @@ def tree_layout(envs: TorchRLEnvs, first: TensorDictBase, chosen: TensorDictBase
             root[key] = leaf
     nodes |= {key: dims for key, dims in _nodes(chosen, len(lead)) if key not in nodes}
     state = tuple(leaf for key, leaf in root.items() if key in following)
-    return TreeLayout(
+    return Layout(
         lead,
         state=state,
-        root_only=tuple(leaf for key, leaf in root.items() if key not in following),
-        next_only=tuple(leaf for key, leaf in following.items() if key not in root),
+        extras=tuple(leaf for key, leaf in root.items() if key not in following),
+        outcomes=tuple(leaf for key, leaf in following.items() if key not in root),
         nodes=tuple((key, dims) for key, dims in nodes.items() if dims),
-        rewards=rewards,
-        done=done,
-        flags=flags,
+        torchrl_keys=keys,
     )
 
 
@@ -66,7 +64,9 @@ def _leaves(td: TensorDictBase, num_dims: int) -> Iterator[tuple[Key, Leaf]]:
     """The leaves that are delivered, without ``num_dims`` batch dimensions."""
     for name, value in td.items(include_nested=True, leaves_only=True):
         key = _key(name)
-        if not is_private(key) and key[0] != "collector":
+        # Entries whose names begin with an underscore are not delivered.
+        is_private = any(part.startswith("_") for part in key)
+        if not is_private and key[0] != "collector":
             yield key, Leaf(key, tuple(value.shape[num_dims:]), value.dtype)
 
 
