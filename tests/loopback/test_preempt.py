@@ -246,7 +246,7 @@ def test_again_and_stop_after_it() -> None:
 def test_before_the_first_step() -> None:
     """Preempted during a reset: one step is made in any case."""
     run = Run(CountingMaker("plain", N, lengths=(100,)))
-    env: CountingEnv = run.engine.envs._envs[1]
+    env: CountingEnv = run.engine.envs.members[1]
     reset = env.reset
 
     def preempted(**kwargs: Any) -> Any:
