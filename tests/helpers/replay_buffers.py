@@ -37,6 +37,23 @@ class Buffer:
         return len(self.frames)
 
 
+class KeepingBuffer:
+    """A replay buffer that keeps what it is given; with a storage of TorchRL's, if there is one."""
+
+    def __init__(self, **storage: Any) -> None:
+        self.added: list[TensorDict] = []
+        if storage:
+            data = pytest.importorskip("torchrl.data")
+            self.storage = data.LazyTensorStorage(1000, **storage)
+
+    def extend(self, data: TensorDict) -> None:
+        self.added.append(data)
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        return [tuple(data.shape) for data in self.added]
+
+
 class Breaks(gym.Wrapper):
     """From its 30th step on, kills its process or raises."""
 

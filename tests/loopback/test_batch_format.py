@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.loopback_pool import loopback_collector
+from helpers.replay_buffers import KeepingBuffer
 from tensordict import NonTensorStack, TensorDict
 
 import distcollect as dc
@@ -142,24 +143,17 @@ def test_dtypes_of_trajectories(settings: dict[str, Any], dtype: str) -> None:
         def observation(self, observation: Any) -> Any:
             return np.array([1, observation[2] % 2]).astype(dtype)
 
-    added: list[TensorDict] = []
+    buffer = KeepingBuffer()
     if "replay_buffer" in settings:
-        settings = {"replay_buffer": Kept(added)}
+        settings = {"replay_buffer": buffer}
     with make(dc.RPCDataCollector, Typed, num_envs=2, **settings) as collector:
         batches = [collector.next() for _ in range(3)]
-    for batch in added or batches:
+    for batch in buffer.added or batches:
         for entry in (batch["observation"], batch["next", "observation"]):
             assert entry.dtype == getattr(torch, dtype)
         keys = batch.keys(include_nested=True)
         is_real = batch["collector", "mask"] if ("collector", "mask") in keys else ...
         assert batch["observation"].to(int)[is_real][..., 0].all()
-
-
-class Kept:
-    """A replay buffer that keeps what it is given."""
-
-    def __init__(self, added: list[TensorDict]) -> None:
-        self.extend = added.append
 
 
 @pytest.mark.parametrize("kind", EVERY)
@@ -272,26 +266,13 @@ def test_a_batch_has_exactly_as_many_trajectories_as_were_asked_for() -> None:
 def test_a_buffer_gets_trajectories_as_soon_as_they_are_whole(
     length: int, added: list[int], num_turns: int
 ) -> None:
-    buffer = Added()
+    buffer = KeepingBuffer()
     kind = {"trajs_per_batch": 4, "total_frames": 4 * T, "replay_buffer": buffer}
     with make(dc.SyncDataCollector, Maker(length), num_envs=1, **kind) as collector:
         assert list(collector) == [None] * num_turns
         assert [len(data) for data in buffer.added] == added
         assert collector.frames == 4 * T
         assert collector.abandoned_frames == 4 * T - sum(added)
-
-
-class Added:
-    """A replay buffer; ``device`` is that of its storage, which is one of TorchRL's."""
-
-    def __init__(self, device: torch.device | None = None) -> None:
-        self.added: list[TensorDict] = []
-        if device is not None:
-            data = pytest.importorskip("torchrl.data")
-            self.storage = data.LazyTensorStorage(1000, device=device)
-
-    def extend(self, data: TensorDict) -> None:
-        self.added.append(data)
 
 
 @pytest.mark.parametrize("device", [torch.device("cpu"), None])
@@ -302,7 +283,7 @@ def test_frames_name_the_device_of_the_buffer(
     def without_device(batch: TensorDict) -> TensorDict:
         return batch.clear_device_()
 
-    buffer = Added(device)
+    buffer = KeepingBuffer() if device is None else KeepingBuffer(device=device)
     kind = {"replay_buffer": buffer, "postproc": without_device, **settings}
     with make(dc.SyncDataCollector, Maker(3), num_envs=1, **kind) as collector:
         collector.next()
@@ -348,12 +329,12 @@ def test_padding_is_marked_also_without_ids(settings: dict[str, Any]) -> None:
         batch = collector.next()
     assert list(batch["collector"].keys()) == ["mask"]
     assert not batch["collector", "mask"].all()
-    added: list[TensorDict] = []
-    settings |= {"replay_buffer": Kept(added)}
+    buffer = KeepingBuffer()
+    settings |= {"replay_buffer": buffer}
     with make(dc.SyncDataCollector, Maker(2, 1), **settings) as collector:
         collector.next()
     # A frame's reward is its number, from 1 on; padding has none.
-    assert (added[0]["next", "reward"] > 0).all()
+    assert (buffer.added[0]["next", "reward"] > 0).all()
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers.counting_envs import CountingMaker
 from helpers.loopback_pool import loopback_collector
+from helpers.replay_buffers import KeepingBuffer
 
 import distcollect as dc
 
@@ -116,15 +117,8 @@ def test_frames_that_are_left_out_and_whole_steps(
 def test_a_buffer_of_the_users_that_keeps_frames_in_an_array() -> None:
     """Its array has dimensions, but it is given frames ``[F]`` nevertheless."""
 
-    class Ring:
-        def __init__(self) -> None:
-            self.storage = torch.zeros(100, 4)
-            self.shapes: list[tuple[int, ...]] = []
-
-        def extend(self, data: Any) -> None:
-            self.shapes.append(tuple(data.shape))
-
-    ring = Ring()
+    ring = KeepingBuffer()
+    ring.storage = torch.zeros(100, 4)
     with dc.SyncDataCollector(
         CountingMaker(), envs_per_worker=2, frames_per_batch=2 * T, replay_buffer=ring
     ) as collector:

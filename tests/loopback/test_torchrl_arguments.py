@@ -15,6 +15,7 @@ from gymnasium import spaces
 from helpers.counting_envs import CountingMaker
 from helpers.envs import SamplingEnv
 from helpers.loopback_pool import loopback_collector
+from helpers.replay_buffers import KeepingBuffer
 from helpers.waiting import eventually
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule as Mod
@@ -181,7 +182,7 @@ class Numbered(SamplingEnv):
 
 class TestTorchRLsNamesOfWorkers:
     def test_what_can_be_read_of_workers(self) -> None:
-        buffer = Buffer()
+        buffer = KeepingBuffer()
         with loopback_collector(
             Numbered, num_workers=2, sync=True, frames_per_batch=8, replay_buffer=buffer
         ) as collector:
@@ -228,23 +229,12 @@ def test_stats_count_the_workers() -> None:
     assert (stats["worker_0/frames"], stats["worker_1/frames"]) == (4, 4)
 
 
-class Buffer:
-    """A replay buffer with a row for each env, by a storage of TorchRL's."""
-
-    def __init__(self) -> None:
-        self.storage = pytest.importorskip("torchrl.data").LazyTensorStorage(100, ndim=2)
-        self.shapes: list[tuple[int, ...]] = []
-
-    def extend(self, data: TensorDict) -> None:
-        self.shapes.append(tuple(data.shape))
-
-
 @pytest.mark.parametrize("cat_results", [0, -1, "stack"])
 @pytest.mark.parametrize("envs_per_worker", [1, 2])
 def test_a_buffer_with_rows_gets_rollouts_joined_along_time(
     cat_results: Any, envs_per_worker: int
 ) -> None:
-    buffer = Buffer()
+    buffer = KeepingBuffer(ndim=2)
     with loopback_collector(
         SamplingEnv,
         num_workers=2,
@@ -260,22 +250,12 @@ def test_a_buffer_with_rows_gets_rollouts_joined_along_time(
     assert buffer.shapes == [(envs_per_worker, 8) if joined else (2, 4)]
 
 
-class FlatBuffer:
-    """A replay buffer whose entries are along the first dimension."""
-
-    def __init__(self) -> None:
-        self.added: list[TensorDict] = []
-
-    def extend(self, data: TensorDict) -> None:
-        self.added.append(data)
-
-
 @pytest.mark.parametrize("name", ["extend_buffer", "replay_buffer_chunk"])
 @pytest.mark.parametrize("cat_results", [0, "stack"])
 def test_a_buffer_gets_single_steps(name: str, cat_results: Any) -> None:
     added = {}
     for by_frame in (True, False):
-        buffer = FlatBuffer()
+        buffer = KeepingBuffer()
         with loopback_collector(
             CountingMaker(),
             num_workers=2,
@@ -298,7 +278,7 @@ def test_a_buffer_gets_single_steps(name: str, cat_results: Any) -> None:
 
 
 def test_a_buffer_of_single_envs_gets_frames_either_way() -> None:
-    buffer = FlatBuffer()
+    buffer = KeepingBuffer()
     with loopback_collector(
         SamplingEnv,
         num_workers=2,
@@ -316,7 +296,11 @@ def test_single_steps_and_what_needs_whole_batches(what: dict[str, Any]) -> None
     [name] = what
     with pytest.raises(dc.ArgumentError, match=f"extend_buffer=False .* {name} needs whole"):
         dc.SyncDataCollector(
-            SamplingEnv, frames_per_batch=8, replay_buffer=FlatBuffer(), extend_buffer=False, **what
+            SamplingEnv,
+            frames_per_batch=8,
+            replay_buffer=KeepingBuffer(),
+            extend_buffer=False,
+            **what,
         )
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.loopback_pool import loopback_collector
+from helpers.replay_buffers import KeepingBuffer
 from helpers.waiting import eventually
 from tensordict import TensorDict
 
@@ -37,18 +38,18 @@ class Counting(gym.Env[np.ndarray, Any]):
         return np.array([float(self.stepped)]), 1.0, False, False, {}
 
 
-class Buffer:
-    """A replay buffer that keeps all, and raises ``error`` once if it has one."""
+class Buffer(KeepingBuffer):
+    """Raises ``error`` once if it has one."""
 
     def __init__(self, error: BaseException | None = None) -> None:
-        self.added: list[TensorDict] = []
+        super().__init__()
         self.error = error
 
     def extend(self, data: TensorDict) -> None:
         error, self.error = self.error, None
         if error is not None:
             raise error
-        self.added.append(data)
+        super().extend(data)
 
 
 def stop(*args: Any) -> Any:
