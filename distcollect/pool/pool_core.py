@@ -382,10 +382,11 @@ class PoolCore:
             self.wanted = self._chosen = None
             self._fetch()
             self._ask()
-        for slot in [slot for slot in self.slots.leaving if not slot.owes_rollouts]:
-            self.slots.become(slot, SlotState.DRAINED)
-            self.commands.append(ReportDrained(slot))
-        if self._is_closing and not self.requests.kept:
+        for slot in list(self.slots.leaving):
+            if not slot.owes_rollouts:
+                self.slots.become(slot, SlotState.DRAINED)
+                self.commands.append(ReportDrained(slot))
+        if self._is_closing and not self.requests.num_kept:
             self.commands.append(WakeUser())
         if wanted is not None and delivered:
             self.commands.append(Deliver(wanted, delivered))  # at last: the user runs at once
@@ -424,11 +425,8 @@ class PoolCore:
 
     def _ask(self) -> None:
         """Request rollouts from all workers that may be asked for one."""
-        requests: list[RolloutRequest] = []
-        is_awaited = self.wanted is not None
-        while slots := self._scheduler.next_workers(is_awaited=is_awaited):
-            requests += [self.requests.request(slot) for slot in slots]
-        if requests:
+        slots = self._scheduler.next_workers(is_awaited=self.wanted is not None)
+        if requests := [self.requests.request(slot) for slot in slots]:
             self.commands.append(Collect(requests))
             if self._ends_early:
                 self.requests.preempt_all()
@@ -495,8 +493,8 @@ class PoolCore:
             parts.append(f"workers {late}")
         if behind and (self._plan.sync or not late):
             parts.append(f"workers {behind} to acknowledge the newest weights sent to them")
-        if kept := self.requests.kept:
-            parts.append(f"other trainers to take {len(kept)} rollout(s)")
+        if num_kept := self.requests.num_kept:
+            parts.append(f"other trainers to take {num_kept} rollout(s)")
         if coming:
             parts.append(f"workers {coming} to be replaced")
         return " and for ".join(parts)

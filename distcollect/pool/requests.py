@@ -115,7 +115,7 @@ class Requests:
     @property
     def num_waiting(self) -> int:
         """The number of rollouts that wait for delivery."""
-        return sum([len(self.among[state]) for state in WAITING])
+        return self.num_fetched + len(self.among[_R.READY]) + len(self.among[_R.UNREACHABLE])
 
     @property
     def num_left(self) -> int:
@@ -123,6 +123,12 @@ class Requests:
         if self._plan.num_frames is None:
             return 1 << 60
         return max(0, ceil((self._plan.num_frames - self.frames_asked) / self._plan.rollout_frames))
+
+    @property
+    def num_kept(self) -> int:
+        """The number of rollouts that other trainers may still take."""
+        among = self.among
+        return len(among[_R.KEEPING]) + len(among[_R.KEPT]) + len(among[_R.REFERRED])
 
     @property
     def kept(self) -> list[RolloutRequest]:
@@ -148,7 +154,8 @@ class Requests:
             self.num_open -= 1
         else:
             self.among[state][request] = None
-        self._slots.refresh(slot)
+        if state is not _R.FETCHING:
+            self._slots.refresh(slot)
 
     # From the request to the rollout.
 

@@ -6,7 +6,7 @@ workers and of the rollouts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import chain, islice, takewhile
 from operator import attrgetter
 
@@ -59,8 +59,8 @@ class Scheduler:
         # A new process starts with the run's first weights: it is to have the newest ones first.
         return bool(slot.num_requests) or self._versions.is_up_to_date(slot.worker_id)
 
-    def next_workers(self, *, is_awaited: bool) -> Sequence[WorkerSlot]:
-        """The workers to request a rollout from now.
+    def next_workers(self, *, is_awaited: bool) -> Iterable[WorkerSlot]:
+        """The workers to request a rollout from now, which is to be done while they come.
 
         ``is_awaited``: the user waits for a batch.
         """
@@ -68,15 +68,15 @@ class Scheduler:
 
     def _room(self) -> int:
         """How many further rollouts may be requested, from whichever workers."""
-        requests = self._requests
+        requests, room = self._requests, len(self._slots.line)
         if not requests.num_batches:
             return 0
-        num_able = len(self._slots.line)
         # Many users publish once they have the first batch: no more is collected before than is
         # needed to keep all workers busy.
-        ready_ahead = min(num_able, self._READY_AHEAD) if requests.num_batches > 1 else 0
-        num_ahead = requests.num_open - len(requests.kept)
-        return max(0, min(num_able + ready_ahead - num_ahead, requests.num_left))
+        if requests.num_batches > 1:
+            room += min(room, self._READY_AHEAD)
+        room -= requests.num_open - requests.num_kept
+        return min(room, requests.num_left) if room > 0 else 0
 
     def next_rollout(self) -> RolloutRequest | None:
         """The rollout to deliver next, on the trainer or not; None if it has yet to arrive.
@@ -108,7 +108,7 @@ class SyncScheduler(Scheduler):
             and self._versions.is_up_to_date(slot.worker_id)
         )
 
-    def next_workers(self, *, is_awaited: bool) -> Sequence[WorkerSlot]:
+    def next_workers(self, *, is_awaited: bool) -> Iterable[WorkerSlot]:
         requests = self._requests
         if not is_awaited:
             return ()
@@ -147,18 +147,20 @@ class PacedScheduler(Scheduler):
         super().__init__(plan, slots, requests, versions)
         self._pacer = pacer
 
-    def next_workers(self, *, is_awaited: bool) -> Sequence[WorkerSlot]:
-        """The worker that has been idle for longest, of those whose weights are new enough."""
-        if not self._slots.idle or not self._room():
-            return ()
+    def next_workers(self, *, is_awaited: bool) -> Iterable[WorkerSlot]:
+        """Those that have been idle for longest, and whose weights are new enough."""
+        while self._slots.idle and self._room() and (slot := self._next_worker()):
+            yield slot
+
+    def _next_worker(self) -> WorkerSlot | None:
         needed = self._pacer.needed_slack()
         if needed > self._pacer.max_policy_lag:
-            return ()  # no worker has that
+            return None  # no worker has that
         for slot in self._slots.idle:
             version = self._versions.acknowledged(slot.worker_id)
             if self._pacer.slack(slot.worker_id, version) >= needed:
-                return (slot,)
-        return ()
+                return slot
+        return None
 
     def next_rollout(self) -> RolloutRequest | None:
         among = self._requests.among
@@ -184,7 +186,7 @@ class InTurnScheduler(Scheduler):
     def may_ask(self, slot: WorkerSlot) -> bool:
         return slot.may_be_asked and not slot.rollouts
 
-    def next_workers(self, *, is_awaited: bool) -> Sequence[WorkerSlot]:
+    def next_workers(self, *, is_awaited: bool) -> Iterable[WorkerSlot]:
         # Not before the user wants a batch: until then more weights may be published.
         if not is_awaited:
             return ()
