@@ -61,30 +61,13 @@ class _Process:
     ended: bool = False
 
 
-class _SettledIncarnations:
-    """The incarnations of a slot whose frames are all settled; nearly in their order."""
-
-    def __init__(self) -> None:
-        self._all_below = 0
-        self._above: set[int] = set()
-
-    def __contains__(self, incarnation: int) -> bool:
-        return incarnation < self._all_below or incarnation in self._above
-
-    def add(self, incarnation: int) -> None:
-        self._above.add(incarnation)
-        while self._all_below in self._above:
-            self._above.remove(self._all_below)
-            self._all_below += 1
-
-
 class Ledger:
     """Accounts for every frame, exactly once by (worker_id, incarnation, sequence)."""
 
     def __init__(self) -> None:
         self._past: dict[int, _Account] = {}
         self._processes: dict[tuple[int, int], _Process] = {}
-        self._settled: dict[int, _SettledIncarnations] = {}
+        self._settled: set[tuple[int, int]] = set()  # processes of which nothing more is to come
 
     def announce(
         self,
@@ -197,18 +180,17 @@ class Ledger:
         return LedgerReport(workers, total.frames())
 
     def _process(self, worker_id: int, incarnation: int) -> _Process:
-        process = self._processes.get((worker_id, incarnation))
-        if process is None:
-            settled = self._settled.get(worker_id)
-            if settled is not None and incarnation in settled:
-                return _Process(ended=True)
-            process = self._processes[worker_id, incarnation] = _Process()
-        return process
+        key = worker_id, incarnation
+        if key in self._settled:
+            return _Process(ended=True)
+        if key not in self._processes:
+            self._processes[key] = _Process()
+        return self._processes[key]
 
     def _forget(self, worker_id: int, incarnation: int) -> None:
         """If nothing more is to come of a process, keep only its sums."""
         process = self._processes[worker_id, incarnation]
         if process.ended and not process.waiting:
             self._past.setdefault(worker_id, _Account()).add(process.account)
-            self._settled.setdefault(worker_id, _SettledIncarnations()).add(incarnation)
+            self._settled.add((worker_id, incarnation))
             del self._processes[worker_id, incarnation]

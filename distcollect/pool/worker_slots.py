@@ -115,16 +115,6 @@ class RolloutState(Enum):
     __hash__ = object.__hash__  # Enum's own takes four times as long
 
 
-_S = SlotState
-_SLOT_TRANSITIONS: dict[SlotState, set[SlotState]] = {
-    _S.SETTING_UP: {_S.SERVING, _S.LEAVING, _S.GONE},
-    _S.SERVING: {_S.SETTING_UP, _S.LEAVING, _S.GONE},
-    _S.LEAVING: {_S.DRAINED, _S.GONE},
-    _S.DRAINED: {_S.GONE},
-    _S.GONE: set(),
-}
-
-
 @dataclass(eq=False, slots=True)
 class WorkerSlot:
     """What the pool knows of a worker's process.
@@ -320,12 +310,7 @@ class WorkerSlots:
         return slot
 
     def become(self, slot: WorkerSlot, state: SlotState) -> None:
-        """Change a process's state; RuntimeError if that is not possible from the present one."""
-        if state not in _SLOT_TRANSITIONS[slot.state]:
-            raise RuntimeError(
-                f"worker {slot.worker_id}, incarnation {slot.incarnation}: it is "
-                f"{slot.state.value} and can't become {state.value}"
-            )
+        """Change a process's state."""
         slot.state = state
         if state is SlotState.LEAVING:
             self.leaving[slot] = None

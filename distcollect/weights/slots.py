@@ -1,6 +1,6 @@
 """Which version each worker gets next: decisions without threads, sockets or clocks.
 
-Each worker's slot has a state, and :data:`_NEXT` says which can follow::
+Each worker's slot has a state::
 
     IDLE ──publish──▶ WAITING ──next_push──▶ SENDING ──acknowledged──▶ IDLE
                          ▲                      │ failed, not sent
@@ -40,17 +40,6 @@ class SendState(Enum):
     LATE = "nothing is sent until it gives the answer that it owes"
     ABSENT = "its process is gone, and another one comes"
     VACANT = "its process is gone, and no other is expected"
-
-
-_GONE = {SendState.ABSENT, SendState.VACANT}
-_NEXT = {
-    SendState.IDLE: {SendState.WAITING, *_GONE},
-    SendState.WAITING: {SendState.SENDING, *_GONE},
-    SendState.SENDING: {SendState.IDLE, SendState.WAITING, SendState.LATE, *_GONE},
-    SendState.LATE: {SendState.WAITING, *_GONE},
-    SendState.ABSENT: {SendState.VACANT},  # or a new process's slot takes its place
-    SendState.VACANT: set[SendState](),
-}
 
 
 @dataclass(frozen=True)
@@ -117,19 +106,6 @@ class WeightSlot:
     attempts: int = 0
     late_error: DistCollectError | None = None
     handles: list[tuple[int, PushHandle]] = field(default_factory=list)
-
-    def enter(self, state: SendState) -> None:
-        """Change the state.
-
-        Raises:
-            RuntimeError: it can't follow the present one.
-        """
-        if state not in _NEXT[self.state]:
-            raise RuntimeError(
-                f"the weight slot of worker {self.worker_id} can't become {state.name}: it is "
-                f"{self.state.name}"
-            )
-        self.state = state
 
     @property
     def absence(self) -> DistCollectError | None:
@@ -214,11 +190,11 @@ class WeightSlots:
         peer, slot.peer = slot.peer, None
         slot.acknowledged = slot.held = 0
         if not replaced:
-            slot.enter(SendState.VACANT)
+            slot.state = SendState.VACANT
             slot.newest = None
             slot.settle(WorkerLost("is gone", worker_id=worker_id))
         elif slot.state is not SendState.ABSENT:
-            slot.enter(SendState.ABSENT)
+            slot.state = SendState.ABSENT
             slot.settle(_absent(worker_id), for_now=True)
         return peer
 
@@ -267,7 +243,7 @@ class WeightSlots:
         if not first.alone:
             receivers = [slot for slot in waiting if slot.newest is first.newest and not slot.alone]
         for slot in receivers:
-            slot.enter(SendState.SENDING)
+            slot.state = SendState.SENDING
         assert first.newest is not None
         peers = {slot.worker_id: slot.peer for slot in receivers if slot.peer is not None}
         return PlannedPush(first.newest, peers)
@@ -301,7 +277,7 @@ class WeightSlots:
         done = [handle for order, handle in slot.handles if order <= publication.order]
         slot.handles = [item for item in slot.handles if item[0] > publication.order]
         if slot.newest is publication:
-            slot.enter(SendState.IDLE)
+            slot.state = SendState.IDLE
         else:
             self._wait(slot)
         return done
@@ -319,7 +295,7 @@ class WeightSlots:
             return None
         if isinstance(error, WorkerLost):
             # It will not answer: nothing more is sent to it.
-            slot.enter(SendState.LATE)
+            slot.state = SendState.LATE
             slot.late_error = WorkerLost("can't be reached", worker_id=worker_id)
             return slot.late_error
         slot.alone = True
@@ -330,7 +306,7 @@ class WeightSlots:
             return None
         if not isinstance(error, DistCollectError):
             error = WorkerError(f"received no weights: {error!r}", worker_id=worker_id)
-        slot.enter(SendState.IDLE)
+        slot.state = SendState.IDLE
         slot.settle(error)
         return error
 
@@ -342,7 +318,7 @@ class WeightSlots:
         slot = self._sending(worker_id, peer)
         if slot is None:
             return False
-        slot.enter(SendState.LATE)
+        slot.state = SendState.LATE
         slot.alone |= alone
         slot.late_error = error
         slot.settle(error, for_now=True)
@@ -363,8 +339,7 @@ class WeightSlots:
                 self._wait(slot)
 
     def _wait(self, slot: WeightSlot) -> None:
-        if slot.state is not SendState.WAITING:
-            slot.enter(SendState.WAITING)
+        slot.state = SendState.WAITING
         slot.turn = next(self._turns)
 
     def _find(self, worker_id: int, peer: int) -> WeightSlot | None:
