@@ -371,9 +371,9 @@ class Pool:
         def renumber() -> SetupArguments:
             # The state's weights may have been published here. No number is used twice.
             newest = self.version = max(version, self.version)
-            epoch = self._sender.resume(newest)
+            generation = self._sender.resume(newest)
             self._core.resumed(newest, frames)
-            request = ResumeRequest(newest, first_traj_id, epoch)
+            request = ResumeRequest(newest, first_traj_id, generation)
             return lambda _: (request,)
 
         self._call_all(WorkerService.resume, renumber, timeout_s, note)

@@ -321,7 +321,7 @@ class PoolCore:
             return False
         max_lag = 0 if self._plan.sync else self._max_lag
         return all(
-            request.epoch == self.requests.epoch
+            request.generation == self.requests.generation
             and (
                 max_lag is None or self.versions.lag(request.worker_id, request.version) <= max_lag
             )

@@ -40,12 +40,12 @@ class ResumeRequest:
     Attributes:
         version: policy_version of the weights that the worker has now.
         first_traj_id: all traj_ids of the earlier run are below.
-        epoch: how often the versions were renumbered so far, this time included.
+        generation: how often the versions were renumbered so far, this time included.
     """
 
     version: int
     first_traj_id: int
-    epoch: int
+    generation: int
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Push:
         num_bytes: the payload's size.
         checksum: the payload's, see :func:`~distcollect.policy.weight_layout.checksum`.
         base: the version that a payload with only some entries is a change of.
-        epoch: how often versions had been renumbered when this one was published, see
+        generation: how often versions had been renumbered when this one was published, see
             :class:`ResumeRequest`.
         changes_follow: whether a later payload may have only what has changed since.
     """
@@ -123,7 +123,7 @@ class Push:
     num_bytes: int
     checksum: int
     base: int = 0
-    epoch: int = 0
+    generation: int = 0
     changes_follow: bool = False
 
 

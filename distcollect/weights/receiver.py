@@ -36,7 +36,7 @@ class WeightReceiver:
         self._state: dict[str, Any] = {"address": address}  # what sources keep
         self._landing: dict[tuple[int, str], torch.Tensor] = {}  # payloads before they are unpacked
         self._newest = 0  # fingerprint of the newest version, as it came, if changes may follow
-        self._epoch = 0  # how often versions were renumbered
+        self._generation = 0  # how often versions were renumbered
         self._lock = threading.Lock()  # of that, and of the version's number
         self._thread = SerialThread("distcollect-weights")
 
@@ -50,15 +50,15 @@ class WeightReceiver:
             if hasattr(kept, "close"):
                 kept.close()
 
-    def renumber(self, version: int, epoch: int) -> None:
+    def renumber(self, version: int, generation: int) -> None:
         """Continue an earlier run: the weights that are here now are ``version``.
 
         A push from before is refused from now on; if one of the new numbers has come already, it
         stays. To be called on the thread that steps the envs.
         """
         with self._lock:
-            if epoch > self._epoch:
-                self._epoch = epoch
+            if generation > self._generation:
+                self._generation = generation
                 self._weights.renumber(version)
 
     def receive(self, push: Push) -> Future[int]:
@@ -92,11 +92,11 @@ class WeightReceiver:
 
     def _commit(self, buffer: torch.Tensor, push: Push) -> None:
         with self._lock:
-            if push.epoch < self._epoch:
+            if push.generation < self._generation:
                 raise RuntimeError(
                     f"version {push.version} was published before versions were renumbered"
                 )
-            self._epoch = push.epoch
+            self._generation = push.generation
             self._weights.commit(buffer, push.version)
 
     def _fill(self, buffer: torch.Tensor, push: Push) -> None:

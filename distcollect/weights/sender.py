@@ -121,7 +121,7 @@ class WeightSender:
         """Renumber: the weights that workers have, or were sent, are ``version`` from now on.
 
         Returns:
-            How often versions were renumbered: the epoch that workers need to be told.
+            How often versions were renumbered: the generation that workers need to be told.
         """
         with self._lock:
             self._last = None
@@ -199,7 +199,7 @@ class WeightSender:
             num_bytes=data.nbytes,
             checksum=checksum(data),
             base=base,
-            epoch=publication.epoch,
+            generation=publication.generation,
             changes_follow=self._options.changes_only,
         )
         if not self._all_ready(first, preparing):

@@ -52,7 +52,7 @@ class Publication:
         handle: the user's.
         published_ns: when it was published.
         order: counts the publications, also where versions are renumbered.
-        epoch: how often versions had been renumbered.
+        generation: how often versions had been renumbered.
     """
 
     version: int
@@ -60,7 +60,7 @@ class Publication:
     handle: PushHandle
     published_ns: int
     order: int
-    epoch: int = 0
+    generation: int = 0
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class WeightSlots:
         self._slots: dict[int, WeightSlot] = {}
         self._latest: Publication | None = None
         self._first_version = 0  # that new processes start with
-        self._epoch = 0
+        self._generation = 0
         self._orders = itertools.count(1)
         self._turns = itertools.count()
 
@@ -149,7 +149,9 @@ class WeightSlots:
     def publish(self, flat: torch.Tensor, published_ns: int, handle: PushHandle) -> None:
         """Have ``flat`` sent to the handle's workers, in place of what they wait for."""
         order = next(self._orders)
-        publication = Publication(handle.version, flat, handle, published_ns, order, self._epoch)
+        publication = Publication(
+            handle.version, flat, handle, published_ns, order, self._generation
+        )
         self._latest = publication
         for worker_id in handle.worker_ids:
             slot = self._slots.get(worker_id)
@@ -205,7 +207,7 @@ class WeightSlots:
 
     def resume(self, version: int) -> int:
         """Renumber, see :meth:`.WeightSender.resume`."""
-        self._epoch += 1
+        self._generation += 1
         self._first_version = version
         renumbered: dict[int, Publication] = {}
 
@@ -213,7 +215,8 @@ class WeightSlots:
             if publication is None:
                 return None
             return renumbered.setdefault(
-                publication.order, replace(publication, version=version, epoch=self._epoch)
+                publication.order,
+                replace(publication, version=version, generation=self._generation),
             )
 
         self._latest = renumber(self._latest)
@@ -221,7 +224,7 @@ class WeightSlots:
             slot.newest = renumber(slot.newest)
             # A worker that waits for weights does not have them yet.
             slot.acknowledged = version if slot.state is SendState.IDLE else version - 1
-        return self._epoch
+        return self._generation
 
     def close(self) -> None:
         """Send nothing more; handles that wait get an error."""
@@ -257,7 +260,7 @@ class WeightSlots:
                 slot is not None and slot.held == publication.order and not slot.alone
                 for slot in slots
             )
-            and publication.epoch == self._epoch
+            and publication.generation == self._generation
         )
 
     def acknowledge(
@@ -267,7 +270,7 @@ class WeightSlots:
         slot = self._sending(worker_id, peer)
         if slot is None:
             return None
-        if publication.epoch != self._epoch:
+        if publication.generation != self._generation:
             self._wait(slot)
             return None
         slot.acknowledged = publication.version

@@ -329,7 +329,7 @@ class Worker(WorkerService):
 
     def _resume(self, request: ResumeRequest) -> None:
         receiver, _, engine = self._configured
-        receiver.renumber(request.version, request.epoch)
+        receiver.renumber(request.version, request.generation)
         self._first_traj_id = request.first_traj_id
         with self.counter.doing(Task.SET_UP):
             engine.use_traj_ids(self._new_traj_ids())

@@ -286,18 +286,18 @@ def test_a_version_that_is_on_its_way_when_versions_are_renumbered(
 ) -> None:
     """Its acknowledgement counts for nothing: it is sent again under the new number."""
     world = make(1)
-    epochs: list[int] = []
+    generations: list[int] = []
 
     def receive(_: int, push: Push) -> int:
-        if not epochs:
+        if not generations:
             assert world.sender.resume(100) == 1
-        epochs.append(push.epoch)
+        generations.append(push.generation)
         return push.version
 
     world.transport.receive = receive
     handle = world.publish(0)
     handle.wait(SOON_S)
-    assert epochs == [0, 1]
+    assert generations == [0, 1]
     assert world.acknowledged == [(0, 100)]
     assert world.sender.acknowledged(0) == 100
     assert handle.acknowledged == {0: 100}
@@ -314,12 +314,18 @@ class TestReceiver:
     def teardown_method(self) -> None:
         self.receiver.close()
 
-    def receive(self, version: int, value: float, epoch: int) -> Any:
+    def receive(self, version: int, value: float, generation: int) -> Any:
         flat = self.live.layout.empty()
         for view in self.live.layout.views(flat):
             view.fill_(value)
         push = Push(
-            version, InlineSource(flat), WeightEncoding(), flat.nbytes, checksum(flat), 0, epoch
+            version,
+            InlineSource(flat),
+            WeightEncoding(),
+            flat.nbytes,
+            checksum(flat),
+            0,
+            generation,
         )
         return self.receiver.receive(push).result(SOON_S)
 
@@ -341,24 +347,24 @@ class TestReceiver:
             receive(3, flat[:0], WeightEncoding(entries=()))
 
     def test_what_lies_ready_has_the_new_number(self) -> None:
-        self.receive(1, 1.0, epoch=0)
-        self.receiver.renumber(100, epoch=1)
+        self.receive(1, 1.0, generation=0)
+        self.receiver.renumber(100, generation=1)
         self.live.apply()
         assert (self.live.version, self.live.newest) == (100, 100)
         assert (self.module.weight == 1).all()
 
     def test_what_comes_late_is_refused(self) -> None:
-        self.receiver.renumber(100, epoch=1)
+        self.receiver.renumber(100, generation=1)
         with pytest.raises(RuntimeError, match="renumbered"):
-            self.receive(1, 1.0, epoch=0)
+            self.receive(1, 1.0, generation=0)
         assert self.live.newest == 100
-        self.receive(101, 2.0, epoch=1)
+        self.receive(101, 2.0, generation=1)
         self.live.apply()
         assert self.live.version == 101
 
     def test_a_new_number_that_came_first_stays(self) -> None:
-        self.receive(101, 2.0, epoch=1)
-        self.receiver.renumber(100, epoch=1)
+        self.receive(101, 2.0, generation=1)
+        self.receiver.renumber(100, generation=1)
         self.live.apply()
         assert self.live.version == 101
 
