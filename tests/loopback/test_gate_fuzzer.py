@@ -11,13 +11,13 @@ import contextlib
 import itertools
 import socket
 import struct
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 from helpers.join_server import TOKEN, WELCOME, Recorder, hello
+from helpers.waiting import eventually
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -203,7 +203,4 @@ def test_whatever_strangers_send_workers_join(
 
 def test_what_a_stranger_leaves_is_bounded(gate: Gate) -> None:
     """After all cases, the server keeps the worker alone."""
-    deadline = time.monotonic() + WAIT_S
-    while gate.server.num_strangers:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    eventually(lambda: not gate.server.num_strangers)

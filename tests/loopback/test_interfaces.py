@@ -41,16 +41,6 @@ def test_listens_on_one_address_alone() -> None:
             listen("127.0.0.1", port)
 
 
-@pytest.mark.parametrize("address", ["8.8.8.8", "2001:4860:4860::8888"])
-def test_refuses_public_addresses(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("DISTCOLLECT_ALLOW_PUBLIC", raising=False)
-    with pytest.raises(dc.LaunchError, match=f"public address {address}.*ALLOW_PUBLIC"):
-        listen(address)
-    monkeypatch.setenv("DISTCOLLECT_ALLOW_PUBLIC", "1")
-    with pytest.raises(dc.LaunchError, match="can't listen"):  # allowed, but on no interface here
-        listen(address)
-
-
 @pytest.mark.parametrize("address", ["0.0.0.0", "::"])
 def test_refuses_to_listen_everywhere(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DISTCOLLECT_ALLOW_PUBLIC", raising=False)

@@ -26,6 +26,7 @@ from helpers.join_server import (
     prove,
     server,
 )
+from helpers.waiting import eventually
 
 import distcollect as dc
 from distcollect.net import server as server_module
@@ -89,20 +90,13 @@ def is_ended(sock: socket.socket) -> bool:
     return True
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SOON_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_a_refused_connection_is_closed_though_the_stranger_stays(
     server: JoinServer, events: Recorder, dial: Dial
 ) -> None:
     stranger = dial(server)
     stranger.sendall(with_length(b"{}") * 10_000)
     assert is_ended(stranger)
-    until(lambda: not server.num_strangers)
+    eventually(lambda: not server.num_strangers)
     assert "token" in events.next("refused")
     assert events.queue.empty()
 
@@ -276,7 +270,7 @@ def test_a_server_out_of_descriptors_waits_and_goes_on(
     with socket.socket() as early, no_descriptors():
         early.settimeout(SOON_S)
         early.connect(("127.0.0.1", server.port))
-        until(lambda: "connection was not accepted" in caplog.text)
+        eventually(lambda: "connection was not accepted" in caplog.text)
         time.sleep(2.0)
     assert cpu_s(server) - used < 0.5
     assert 1 <= len(caplog.records) <= 20
@@ -287,7 +281,7 @@ def test_a_stranger_makes_room_when_descriptors_run_out(
     server: JoinServer, connect: Connect, dial: Dial
 ) -> None:
     strangers = [dial(server) for _ in range(3)]
-    until(lambda: server.num_strangers == 3)
+    eventually(lambda: server.num_strangers == 3)
     with socket.socket() as early, no_descriptors():
         early.settimeout(SOON_S)
         early.connect(("127.0.0.1", server.port))
@@ -360,24 +354,21 @@ def test_a_process_says_nothing_of_itself_to_an_impostor(
         with pytest.raises(dc.LaunchError, match=r"what listens at 127.0.0.1:\d+ is "):
             client.join(hello(), TOKEN)
         client.close()
-        until(lambda: len(received) == 3)
+        eventually(lambda: len(received) == 3)
     assert received[2] == b""
     assert TOKEN.encode() not in b"".join(received)
     assert b"worker_id" not in b"".join(received)
 
 
 def test_an_answer_that_never_ends_is_not_waited_for(connect: Connect) -> None:
-    def drip(sock: socket.socket, _: bytes) -> None:
+    def drip(sock: socket.socket, opening: bytes) -> None:
+        sock.sendall(b"\0\0\x0f\0")
         with contextlib.suppress(OSError):
             while True:
                 sock.sendall(b"\0")
                 time.sleep(0.05)
 
-    def drips(sock: socket.socket, opening: bytes) -> None:
-        sock.sendall(b"\0\0\x0f\0")
-        drip(sock, opening)
-
-    with Listener(drips) as listener:
+    with Listener(drip) as listener:
         client = connect(port=listener.port)
         with pytest.raises(NoAnswer):
             client.join(hello(), TOKEN, timeout_s=0.5)

@@ -10,10 +10,11 @@ from dataclasses import replace
 import gymnasium as gym
 import numpy as np
 import pytest
+import torch
 
 import distcollect as dc
 from distcollect.common.memory_segment import Segment
-from distcollect.common.shared_memory import map_segment
+from distcollect.common.shared_memory import allocate, map_segment
 
 HOLDER = """
 import json, sys
@@ -52,6 +53,18 @@ def test_another_process_maps_it(holder):
 def test_another_file_under_the_same_number_is_refused(holder):
     with pytest.raises(OSError, match="no longer"):
         map_segment(replace(holder[1], name="distcollect-other"))
+
+
+def test_memory_is_found_while_a_tensor_of_it_lives():
+    memory, segment = allocate(64)
+    part = memory[8:].view(torch.int64)
+    del memory
+    mapped = map_segment(segment)
+    part[0] = 5
+    del part
+    with pytest.raises(OSError, match=r"No such file|no longer"):
+        map_segment(segment)
+    assert mapped[8] == 5  # who has mapped it keeps it
 
 
 class Counting(gym.Env):

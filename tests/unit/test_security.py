@@ -12,7 +12,7 @@ import torch.distributed as dist
 import distcollect as dc
 from distcollect.launch.rendezvous import ListenSpec, listen_spec, read_token
 from distcollect.launch.topology import Launch, Launcher
-from distcollect.net.interfaces import check_not_public, same_address
+from distcollect.net.interfaces import check_not_public, listen, same_address
 from distcollect.net.messages import TrainerAddress, WorkerBoot
 
 SECRET = "e9d1a2-nobody-may-see-this"
@@ -88,10 +88,11 @@ def test_torchruns_store_has_no_token_of_the_users() -> None:
 def test_only_1_allows_public_addresses(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DISTCOLLECT_ALLOW_PUBLIC", value)
     for address in ("8.8.8.8", "::ffff:8.8.8.8", "2606:4700::1111"):
-        with pytest.raises(dc.LaunchError, match="public address"):
-            check_not_public(address)
+        with pytest.raises(dc.LaunchError, match=f"public address {address}.*ALLOW_PUBLIC"):
+            listen(address)
     monkeypatch.setenv("DISTCOLLECT_ALLOW_PUBLIC", "1")
-    check_not_public("8.8.8.8")
+    with pytest.raises(dc.LaunchError, match="can't listen"):  # allowed, but on no interface here
+        listen("8.8.8.8")
     for address in ("10.1.2.3", "192.168.0.1", "100.64.0.1", "fd00::1", "fe80::1%eth0", "::1"):
         monkeypatch.delenv("DISTCOLLECT_ALLOW_PUBLIC", raising=False)
         check_not_public(address)
