@@ -7,6 +7,7 @@ cores. On a host with one node it is not pinned.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -134,16 +135,12 @@ def read_quota(root: Path = _CGROUPS, membership: Path = Path("/proc/self/cgroup
     # it also rounds up, and does not count the cores of a container. psutil and os know no cgroups.
     grants = []
     for folder in cgroup_folders(root, membership, "cpu"):
-        try:
-            if (file := folder / "cpu.max").exists():
-                quota, period = file.read_text().split()
-            else:
-                quota = (folder / "cpu.cfs_quota_us").read_text().strip()
-                period = (folder / "cpu.cfs_period_us").read_text()
-        except OSError:
-            continue
-        if quota not in ("max", "-1"):
-            grants.append(int(quota) / int(period))
+        # Of version 2, or of version 1.
+        for files in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+            with contextlib.suppress(OSError):
+                quota, period = " ".join((folder / file).read_text() for file in files).split()
+                if quota not in ("max", "-1"):
+                    grants.append(int(quota) / int(period))
     return min(grants, default=None)
 
 
@@ -151,11 +148,9 @@ def _num_granted() -> int:
     """The number of cores that this process's cgroup has; 0 if unknown."""
     for folder in cgroup_folders(_CGROUPS, Path("/proc/self/cgroup"), "cpuset"):
         for name in ("cpuset.cpus.effective", "cpuset.effective_cpus", "cpuset.cpus"):
-            try:
+            with contextlib.suppress(OSError):
                 if cores := read_cores((folder / name).read_text()):
                     return len(cores)
-            except OSError:
-                continue
     return 0
 
 

@@ -76,11 +76,10 @@ def listen_spec(launch: Launch) -> ListenSpec:
         LaunchError: no route leads from here to the other hosts; or see :func:`read_token`.
     """
     assert launch.master is not None
-    address, given = LOOPBACK, read_token()
+    given = read_token()
     if launch.launcher is not Launcher.TORCHRUN:
         name, port = launch.master
-        if not _is_on_one_host(launch):
-            address = own_address(name, launch.last_host)
+        here = LOOPBACK if _is_on_one_host(launch) else own_address(name, launch.last_host)
         if given is None:
             # On one host too: every user of that host reaches its loopback interface.
             log.warning(
@@ -88,16 +87,15 @@ def listen_spec(launch: Launch) -> ListenSpec:
                 "cluster can see; set %s to the name of a file that holds a secret",
                 TOKEN_VARIABLE,
             )
-        address, wanted_port = listen_address(default=address)
-        port = (wanted_port or port) + launch.trainer
-        return ListenSpec(address, port, given or launch.run_id)
+        address, wanted_port = listen_address(default=here)
+        return ListenSpec(address, (wanted_port or port) + launch.trainer, given or launch.run_id)
     store = _torchrun_store(launch)
-    if launch.num_hosts > 1:
-        address = _address_among_hosts(launch, store)
-    address, port = listen_address(default=address)
-    port = port + launch.trainer if port else 0
+    here = LOOPBACK if launch.num_hosts == 1 else _address_among_hosts(launch, store)
+    address, port = listen_address(default=here)
     token = given or secrets.token_hex(16)
-    return ListenSpec(address, port, token, store, is_users_token=given is not None)
+    return ListenSpec(
+        address, port and port + launch.trainer, token, store, is_users_token=given is not None
+    )
 
 
 def _is_on_one_host(launch: Launch) -> bool:
@@ -258,22 +256,25 @@ def read_token() -> str | None:
     path = os.environ.get(TOKEN_VARIABLE)
     if path is None:
         return os.environ.get(SECRET_VARIABLE) or None
+    problem, token, mode = "", "", 0
     try:
         with Path(path).open() as file:
             mode = os.fstat(file.fileno()).st_mode
             token = file.read().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise LaunchError(
-            f"{TOKEN_VARIABLE}={path}: the token can't be read ({why}); {_HOLDS_TOKEN}"
-        ) from error
-    if not token:
-        raise LaunchError(f"{TOKEN_VARIABLE}={path}: the file is empty; {_HOLDS_TOKEN}")
-    if mode & (stat.S_IRWXO | stat.S_IWGRP):
-        raise LaunchError(
-            f"{TOKEN_VARIABLE}={path}: others may read or change it ({stat.filemode(mode)}), so it "
-            f"is no secret; make a new one, chmod 600 {shlex.quote(path)}"
-        )
+    except OSError as error:
+        problem = f"the token can't be read ({error.strerror}); {_HOLDS_TOKEN}"
+    except UnicodeDecodeError:
+        problem = f"the token can't be read (it is no text); {_HOLDS_TOKEN}"
+    else:
+        if not token:
+            problem = f"the file is empty; {_HOLDS_TOKEN}"
+        elif mode & (stat.S_IRWXO | stat.S_IWGRP):
+            problem = (
+                f"others may read or change it ({stat.filemode(mode)}), so it is no secret; make a "
+                f"new one, chmod 600 {shlex.quote(path)}"
+            )
+    if problem:
+        raise LaunchError(f"{TOKEN_VARIABLE}={path}: {problem}")
     if mode & stat.S_IRGRP:
         log.warning("%s=%s: its group may read it; is that meant?", TOKEN_VARIABLE, path)
     return token

@@ -169,16 +169,14 @@ def _trainer_variables(launch: Launch, num_trainers: int) -> Iterator[None]:
         # The trainers' join servers use the ports from this one on.
         variables |= {"MASTER_ADDR": host, "MASTER_PORT": str(port + num_trainers)}
         variables["LOCAL_RANK"] = str(launch.trainer)
-    before = {name: os.environ.get(name) for name in variables}
+    before = dict(os.environ)
     os.environ.update(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        for name in variables:
+            del os.environ[name]
+        os.environ.update({name: before[name] for name in variables if name in before})
 
 
 def num_workers(default: int) -> int:
@@ -207,12 +205,7 @@ def num_workers(default: int) -> int:
 
 def _hosts_of_launch(launch: Launch) -> WorkerHosts:
     spec = listen_spec(launch)
-    hosts = WorkerHosts(
-        spec.address,
-        spec.token,
-        num_ranks=launch.num_workers,
-        port=spec.port,
-    )
+    hosts = WorkerHosts(spec.address, spec.token, num_ranks=launch.num_workers, port=spec.port)
     spec.announce(hosts.join_server.port)
     hosts.store = spec.store
     return hosts

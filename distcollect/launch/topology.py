@@ -164,9 +164,7 @@ class Launch:
             run_id=f"slurm-{job}-{step}",
             master=(host, port),
             local_rank=_whole(env, "SLURM_LOCALID", 0),
-            cores_per_rank=_whole(env, "SLURM_CPUS_PER_TASK")
-            if "SLURM_CPUS_PER_TASK" in env
-            else None,
+            cores_per_rank=_whole(env, "SLURM_CPUS_PER_TASK", 0) or None,
             last_host=last_host(nodes) if hosts > 1 else "",
         )
 
@@ -190,9 +188,8 @@ class Launch:
                 f"worker each need {2 * num_trainers} (--nproc-per-node={2 * num_trainers}); or "
                 "start the script with plain python"
             )
-        is_trainer = self.rank < num_trainers
         turn, trainer = divmod(self.rank - num_trainers, num_trainers)
-        if is_trainer:
+        if self.rank < num_trainers:
             turn, trainer = -1, self.rank
         if self.launcher is Launcher.SLURM and num_trainers > self.local_world_size:
             raise LaunchError(

@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 import weakref
+from dataclasses import dataclass, field
 from typing import Any
 
 from distcollect.common import open_files
@@ -51,6 +52,21 @@ class HostEvents(JoinServerEvents, ProcessEvents):
 
     def launch_ended(self) -> None:
         """The trainer's ``main()`` is done: end what is still running."""
+
+
+@dataclass(eq=False)
+class _Supervisor:
+    """A supervisor, from its hello to its end; its processes end with its connection.
+
+    Attributes:
+        worker_id: its slot.
+        running: incarnations of the processes that it was to start, and did not report as ended.
+    """
+
+    connection: Connection
+    worker_id: int
+    rank: int | None
+    running: set[int] = field(default_factory=set)
 
 
 class WorkerHosts(JoinServerEvents):
@@ -114,10 +130,9 @@ class WorkerHosts(JoinServerEvents):
         self._num_wanted = 0
         self._is_in_use = False
         self._events = HostEvents()
-        self._slots: dict[Connection, int] = {}  # of each supervisor, from its hello to its end
-        self._supervisors: dict[int, Connection] = {}  # by slot, once they were welcomed
+        self._greeted: dict[Connection, _Supervisor] = {}
+        self._supervisors: dict[int, _Supervisor] = {}  # by slot, once they were welcomed
         self._seen: set[int] = set()  # slots of ranks that have joined, even if they are gone now
-        self._remote: set[tuple[int, int]] = set()  # processes that supervisors run
         self._local: LocalProcesses | None = None
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -232,9 +247,9 @@ class WorkerHosts(JoinServerEvents):
         with self._lock:
             supervisor = self._supervisors.get(worker_id)
             if supervisor is not None:
-                self._remote.add((worker_id, wanted.incarnation))
+                supervisor.running.add(wanted.incarnation)
         if supervisor is not None:
-            supervisor.send(wanted)
+            supervisor.connection.send(wanted)
         elif self._local is not None and worker_id < self._num_local:
             self._local.start(wanted, self._trainer, self._placements[worker_id])
         else:
@@ -244,7 +259,7 @@ class WorkerHosts(JoinServerEvents):
         """End a process at once; do nothing if it has ended."""
         supervisor = self._supervisors.get(worker_id)
         if supervisor is not None:
-            supervisor.send(Kill(worker_id, incarnation))
+            supervisor.connection.send(Kill(worker_id, incarnation))
         elif self._local is not None:
             self._local.kill(worker_id, incarnation)
 
@@ -253,25 +268,27 @@ class WorkerHosts(JoinServerEvents):
         if self._local is not None:
             self._local.close(grace_s)
 
-        def reachable() -> list[tuple[int, int]]:
-            return [key for key in self._remote if key[0] in self._supervisors]
-
         with self._lock:
-            if self._changed.wait_for(lambda: not reachable(), grace_s):
+            if self._changed.wait_for(lambda: not self._running(), grace_s):
                 return
-            remaining = reachable()
+            remaining = self._running()
         for worker_id, incarnation in remaining:
             log.warning("worker %d did not end within %g s: killing it", worker_id, grace_s)
             self.kill(worker_id, incarnation)
         with self._lock:
-            self._changed.wait_for(lambda: not reachable(), grace_s)
+            self._changed.wait_for(lambda: not self._running(), grace_s)
+
+    def _running(self) -> list[tuple[int, int]]:
+        """The processes that supervisors run."""
+        return [(w, i) for w, supervisor in self._supervisors.items() for i in supervisor.running]
 
     def detach(self) -> None:
         """The collector is closed, another one may come; without a launch the supervisors end."""
         self._events = HostEvents()
         self._local = None
         with self._lock:
-            self._remote.clear()
+            for supervisor in self._supervisors.values():
+                supervisor.running.clear()
             self._is_in_use = False
         if self._placer is not None:
             self._end_supervisors()
@@ -306,26 +323,28 @@ class WorkerHosts(JoinServerEvents):
         self._events.launch_ended()
 
     def _end_supervisors(self, *, failed: bool = False, resumes: bool = False) -> None:
-        for connection in list(self._supervisors.values()):
-            connection.send(Goodbye(failed, resumes and not _rank_of(connection.hello)))
+        for supervisor in list(self._supervisors.values()):
+            supervisor.connection.send(Goodbye(failed, resumes and not supervisor.rank))
         self.join_server.close()
 
     def admit(self, connection: Connection) -> Message:
         if not isinstance(connection.hello, SupervisorHello):
             return self._events.admit(connection)
+        rank = connection.hello.rank
         with self._lock:
-            worker_id = self._slots[connection] = self._slot_for(connection.hello.rank)
-        return SupervisorWelcome(worker_id)
+            supervisor = _Supervisor(connection, self._slot_for(rank), rank)
+            self._greeted[connection] = supervisor
+        return SupervisorWelcome(supervisor.worker_id)
 
     def admitted(self, connection: Connection) -> None:
-        worker_id = self._slots.get(connection)
-        if worker_id is None:
+        supervisor = self._greeted.get(connection)
+        if supervisor is None:
             return
+        worker_id = supervisor.worker_id
         with self._lock:
             reconnected = worker_id in self._supervisors
-            self._supervisors[worker_id] = connection
-            self._forget_remote(worker_id)
-            if _rank_of(connection.hello):
+            self._supervisors[worker_id] = supervisor
+            if supervisor.rank:
                 self._seen.add(worker_id)
             self._changed.notify_all()
         if self._placer is not None:
@@ -335,51 +354,44 @@ class WorkerHosts(JoinServerEvents):
                 self._events.slot_closed(worker_id)
             self._events.slot_opened(worker_id)
 
-    def _forget_remote(self, worker_id: int) -> None:
-        # A supervisor's processes end with its connection; nobody reports that.
-        self._remote = {key for key in self._remote if key[0] != worker_id}
-
     def _slot_for(self, rank: int | None) -> int:
         """A rank's own slot; otherwise the first one that nobody starts processes for."""
         if rank:
             return rank - 1
         awaited = set(range(self._num_ranks or 0)) - self._seen
         placed = range(0 if self._placer is None else self._num_expected or 0)
-        taken = {*self._slots.values(), *awaited, *placed}
+        taken = {*(s.worker_id for s in self._greeted.values()), *awaited, *placed}
         return next(i for i in range(self._num_local, 2**31) if i not in taken)
 
     def refused(self, hello: Hello | None, reason: str) -> None:
         self._events.refused(hello, reason)
 
     def received(self, connection: Connection, message: Message) -> None:
-        worker_id = self._slots.get(connection)
-        if worker_id is None:
+        supervisor = self._greeted.get(connection)
+        if supervisor is None:
             self._events.received(connection, message)
         elif isinstance(message, MemoryExceeded):
-            self._events.memory_exceeded(worker_id, message.incarnation, message.num_bytes)
+            about = message.incarnation, message.num_bytes
+            self._events.memory_exceeded(supervisor.worker_id, *about)
         elif isinstance(message, Exited):
             # Reported before it is removed: end_processes() returns when the last one is removed,
             # and what was reported by then is accounted for.
-            self._events.exited(worker_id, message.incarnation, message.exit)
+            self._events.exited(supervisor.worker_id, message.incarnation, message.exit)
             with self._lock:
-                self._remote.discard((worker_id, message.incarnation))
+                supervisor.running.discard(message.incarnation)
                 self._changed.notify_all()
 
     def closed(self, connection: Connection) -> None:
         with self._lock:
-            worker_id = self._slots.pop(connection, None)
-            is_current = worker_id is not None and self._supervisors.get(worker_id) is connection
-            if worker_id is not None and is_current:
-                del self._supervisors[worker_id]
-                self._forget_remote(worker_id)
+            supervisor = self._greeted.pop(connection, None)
+            # It is another one if it has connected anew already.
+            is_current = supervisor in self._supervisors.values()
+            if supervisor is not None and is_current:
+                del self._supervisors[supervisor.worker_id]
                 self._changed.notify_all()
-        if worker_id is None:
+        if supervisor is None:
             self._events.closed(connection)
-        elif is_current:  # it is not if the supervisor has reconnected already
+        elif is_current:
             if self._placer is not None:
-                self._placer.left(worker_id)
-            self._events.slot_closed(worker_id)
-
-
-def _rank_of(hello: Hello) -> int | None:
-    return hello.rank if isinstance(hello, SupervisorHello) else None
+                self._placer.left(supervisor.worker_id)
+            self._events.slot_closed(supervisor.worker_id)
