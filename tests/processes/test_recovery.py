@@ -25,9 +25,6 @@ from helpers.waiting import stop_process
 from tensordict import TensorDict
 
 import distcollect as dc
-from distcollect.net.client import ControlConnection
-from distcollect.net.framing import pack
-from distcollect.net.messages import Refused
 
 SOON_S = 60  # what takes a moment on a fast machine
 END_S = 60
@@ -439,25 +436,6 @@ def test_who_joins_needs_the_token(
     assert stranger.returncode == 2
     assert "doesn't have this run's token" in out
     assert "Traceback" not in out
-
-
-def test_a_stranger_harms_nobody(marked: Marked, token_file: Path, port: int) -> None:
-    """Whatever it sends without the token, in any form."""
-    checker = Checker()
-    with collect_with(False, listen=f"127.0.0.1:{port}") as collector:
-        until(collector, checker, lambda: len(checker.pids) == 2, SOON_S)
-        pids = dict(checker.pids)
-        for worker_id in (0, [], None, "0"):
-            for kind in ("WorkerHello", "SupervisorHello", None):
-                stranger = ControlConnection("127.0.0.1", port, 5)
-                about = {"worker_id": worker_id, "incarnation": 0, "rank": 1}
-                stranger._sock.sendall(pack({"message": kind, "token": "no", **about}))
-                answer = stranger.receive()
-                assert answer is None or isinstance(answer, Refused)
-                stranger.close()
-        checker.pids.clear()
-        until(collector, checker, lambda: len(checker.pids) == 2, SOON_S)
-        assert checker.pids == pids
 
 
 def test_listening_needs_a_token(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
