@@ -13,7 +13,7 @@ _MOST = 1 << 20
 # a control connection, four sockets of torch's RPC, and its supervisor's connection. A worker that
 # the trainer starts has no supervisor, but three pieces of memory: its step counter and two
 # rollouts.
-_FILES, _FILES_PER_WORKER, _FILES_PER_LOCAL_WORKER = 140, 6, 8
+_FILES, _FILES_PER_WORKER, FILES_PER_LOCAL_WORKER = 140, 6, 8
 _STDOUT, _STDERR = 1, 2
 
 
@@ -45,7 +45,7 @@ def shortage(num_workers: int, *, are_local: bool) -> str:
 
     ``are_local``: the trainer starts them itself.
     """
-    each = _FILES_PER_LOCAL_WORKER if are_local else _FILES_PER_WORKER
+    each = FILES_PER_LOCAL_WORKER if are_local else _FILES_PER_WORKER
     needed, highest = _FILES + each * num_workers, highest_limit()
     if needed <= highest:
         return ""

@@ -115,13 +115,14 @@ class ForkedProcess:
 
     Attributes:
         pid: the guard's process id; None until it was forked.
+        counters: its step counter.
     """
 
     def __init__(self, number: int, zygote: Zygote, counters: SharedStepCounter) -> None:
         self.pid: int | None = None
+        self.counters = counters
         self._number = number
         self._zygote = zygote
-        self._counters = counters
         self._code: Future[int] = Future()
 
     def wait(self) -> int:
@@ -137,7 +138,7 @@ class ForkedProcess:
         self._zygote.send(Signal(self._number, number))
         if self.pid is None and number == worker_guard.KILL:
             # The zygote still imports. It forks the worker later, and ends it at once.
-            self._end(-signal.SIGKILL)
+            self.end(-signal.SIGKILL)
 
     def kill(self) -> None:
         """End it at once, though its guard or the zygote hangs."""
@@ -147,23 +148,8 @@ class ForkedProcess:
         if wait([self._code], _ANSWER_TIMEOUT_S).not_done:
             self._zygote.close()
 
-    def note(self, message: FromZygote) -> bool:
-        """Take in what the zygote says of it; True if that was the last."""
-        if isinstance(message, Forked):
-            self.pid = message.pid
-            self._counters.close()
-            return False
-        if isinstance(message, Ended):
-            self._end(message.code)
-        else:
-            self._end(Unavailable(message.reason))
-        return True
-
-    def lose(self, reason: str) -> None:
-        """Take in that its zygote is gone. A guard sees that too, and ends."""
-        self._end(Unavailable(reason) if self.pid is None else -signal.SIGKILL)
-
-    def _end(self, how: int | Unavailable) -> None:
+    def end(self, how: int | Unavailable) -> None:
+        """Take in how it ended, or why it could not be forked."""
         with contextlib.suppress(InvalidStateError):  # it was killed before it was forked
             if isinstance(how, int):
                 self._code.set_result(how)
@@ -207,15 +193,12 @@ class Zygote:
         """Return True if workers of this process, as it is now, can be forked from it."""
         return not self.is_gone and self._origin == inheritance.origin()
 
-    def fork(
-        self, boot: WorkerBoot, environ: Mapping[str, str], folder: str, counters: SharedStepCounter
-    ) -> ForkedProcess:
-        """Request a worker; see :func:`fork`.
+    def fork(self, child: Child, counters: SharedStepCounter) -> ForkedProcess:
+        """Request a worker.
 
         Raises:
             OSError: the zygote is gone, or no file for the request can be made.
         """
-        child = Child(boot, dict(environ), folder, frozenset(os.sched_getaffinity(0)))
         with memory_segment.small_file() as file, open_files.output_streams() as streams:
             pickle.dump(child, file)
             file.flush()
@@ -278,16 +261,21 @@ class Zygote:
             lost = list(self._forked.values())
             self._forked.clear()
         self._sock.close()
+        reason = f"the process to fork it from has ended with code {code}"
         for forked in lost:
-            forked.lose(f"the process to fork it from has ended with code {code}")
+            # The guard of one that was forked sees that the zygote is gone.
+            forked.end(Unavailable(reason) if forked.pid is None else -signal.SIGKILL)
 
     def _note(self, message: FromZygote) -> None:
         # Not in the loop above: its variables would keep an ended child while it waits.
-        with self._lock:
+        if isinstance(message, Forked):
             forked = self._forked[message.number]
-        if forked.note(message):
-            with self._lock:
-                del self._forked[message.number]
+            forked.pid = message.pid
+            forked.counters.close()
+            return
+        with self._lock:
+            forked = self._forked.pop(message.number)
+        forked.end(message.code if isinstance(message, Ended) else Unavailable(message.reason))
 
 
 def _start(inheritance: Inheritance, fd: int) -> subprocess.Popen[bytes]:
@@ -367,7 +355,9 @@ def fork(
     if special := sorted(name for name in added if added[name] != usual.get(name)):
         raise Unavailable(f"libraries may read {', '.join(special)} when they are loaded")
     try:
-        return _current(inheritance).fork(boot, environ, inheritance.folder, counters)
+        cores = frozenset(os.sched_getaffinity(0))
+        child = Child(boot, environ, inheritance.folder, cores)
+        return _current(inheritance).fork(child, counters)
     except OSError as error:
         raise Unavailable(str(error)) from error
 

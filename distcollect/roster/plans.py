@@ -15,9 +15,9 @@ from distcollect.transport.protocol import Transport
 from distcollect.transport.worker_service import WorkerInfo, WorkerService
 
 # A part may hold a copy of the whole policy. A thousand workers may join at one moment.
-_MAX_ON_THE_WAY = 8
+MAX_ON_THE_WAY = 8
 # A worker that shares a part keeps it for as long as it lives, which a small one isn't worth.
-_SHARED_FROM_BYTES = 1 << 20
+SHARED_FROM_BYTES = 1 << 20
 
 _SharedPart: TypeAlias = tuple[str, bytes]  # a host, and a part that its workers share
 
@@ -65,7 +65,7 @@ class PlanSender:
             self._transport.call(to.peer, WorkerService.configure).add_done_callback(to.done)
             return
         host, part = self._transport.host_key(to.peer), to.parts[0]
-        key = None if host is None or len(part) < _SHARED_FROM_BYTES else (host, part)
+        key = None if host is None or len(part) < SHARED_FROM_BYTES else (host, part)
         shared = None if key is None else self._shared.get(key)
         if isinstance(shared, Segment):
             read = self._transport.call(to.peer, WorkerService.read_part, shared)
@@ -79,7 +79,7 @@ class PlanSender:
             self._send_next()
 
     def _send_next(self) -> None:
-        while self._waiting and self._num_on_the_way < _MAX_ON_THE_WAY:
+        while self._waiting and self._num_on_the_way < MAX_ON_THE_WAY:
             self._num_on_the_way += 1
             to, key = self._waiting.popleft()
             sent = self._transport.call(

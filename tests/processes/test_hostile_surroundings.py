@@ -57,7 +57,7 @@ class Exits(ProcessEvents):
 def test_all_end_within_one_time_limit_though_the_zygote_or_their_guards_hang(
     marked: Marked, monkeypatch: pytest.MonkeyPatch, stopped: str
 ) -> None:
-    monkeypatch.setattr(local_processes, "_REAP_TIMEOUT_S", REAP_S)
+    monkeypatch.setattr(local_processes, "REAP_TIMEOUT_S", REAP_S)
     exits = Exits()
     processes = LocalProcesses(exits)
     with socket.create_server(("127.0.0.1", 0)) as silent:

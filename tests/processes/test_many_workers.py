@@ -157,7 +157,7 @@ def test_a_local_worker_takes_as_many_files_as_are_counted_for_it() -> None:
                 collector.next()
             return len(list(Path("/proc/self/fd").iterdir()))
 
-    assert num_files(3) - num_files(1) <= 2 * open_files._FILES_PER_LOCAL_WORKER
+    assert num_files(3) - num_files(1) <= 2 * open_files.FILES_PER_LOCAL_WORKER
 
 
 # A kill may leave a few bytes; memory that is allocated once counts too.

@@ -11,8 +11,7 @@ import pytest
 
 from distcollect.common.memory_segment import Segment
 from distcollect.errors import WorkerError, WorkerLost
-from distcollect.roster import plans
-from distcollect.roster.plans import PlanSender
+from distcollect.roster.plans import MAX_ON_THE_WAY, SHARED_FROM_BYTES, PlanSender
 from distcollect.transport.worker_service import WorkerService
 
 NUM_WORKERS = 1000
@@ -66,7 +65,7 @@ def test_plans_of_a_thousand_workers_are_sent_some_at_a_time_and_built_all_at_on
         seen.append(peer)
         answer.set_result(None)
     assert seen == list(range(NUM_WORKERS))
-    assert transport.most == plans._MAX_ON_THE_WAY
+    assert transport.most == MAX_ON_THE_WAY
     assert len(transport.probes) == NUM_WORKERS, "none waits until another has made its envs"
     assert not done
     for probe in transport.probes.values():
@@ -77,16 +76,16 @@ def test_plans_of_a_thousand_workers_are_sent_some_at_a_time_and_built_all_at_on
 def test_a_worker_that_is_lost_leaves_room_for_others(transport: Transport) -> None:
     sender = PlanSender(transport, run)  # type: ignore[arg-type]
     done: list[Future[Any]] = []
-    for peer in range(2 * plans._MAX_ON_THE_WAY):
+    for peer in range(2 * MAX_ON_THE_WAY):
         sender.send(peer, [b""], done.append)
-    for _ in range(plans._MAX_ON_THE_WAY):
+    for _ in range(MAX_ON_THE_WAY):
         transport.plans.popleft()[-1].set_exception(WorkerLost("it is gone"))
-    assert len(done) == len(transport.plans) == plans._MAX_ON_THE_WAY
+    assert len(done) == len(transport.plans) == MAX_ON_THE_WAY
     assert all(isinstance(answer.exception(), WorkerLost) for answer in done)
     assert not transport.probes
 
 
-LARGE = bytes(plans._SHARED_FROM_BYTES)
+LARGE = bytes(SHARED_FROM_BYTES)
 
 
 def place_at(peer: int) -> Segment:
