@@ -151,31 +151,16 @@ class TrainerSide:
 
         Raises:
             NotProven: the process is to be refused; the message says why.
+            LaunchError: the same; the process is not part of distcollect, or has no token.
         """
-        return self._prove(data) if self._opening else self._challenge_for(data)
-
-    def _challenge_for(self, data: bytes) -> bytes:
-        try:
+        if not self._opening:
             frame = parse(data)
-        except LaunchError as error:
-            raise NotProven(str(error)) from error
-        try:
-            opening = decode_as(Opening, frame)
-        except LaunchError as error:
-            # An older version's first message: it has versions and shows the token itself.
-            if "token" in frame and (differing := differing_versions(frame.get("versions"))):
-                raise NotProven(differing) from error
-            raise NotProven(UNPROVEN) from error
-        self.versions = opening.versions
-        self._opening, self._challenge = data, to_bytes(Challenge())
-        return self._challenge
-
-    def _prove(self, data: bytes) -> bytes:
-        try:
-            known = _is_proof(data, _mac(self._token, _JOINS, self._opening, self._challenge))
-        except LaunchError as error:
-            raise NotProven(UNPROVEN) from error
-        if not known:
+            if "token" in frame:  # an older version's first message shows the token itself
+                raise NotProven(differing_versions(frame.get("versions")) or UNPROVEN)
+            self.versions = decode_as(Opening, frame).versions
+            self._opening, self._challenge = data, to_bytes(Challenge())
+            return self._challenge
+        if not _is_proof(data, _mac(self._token, _JOINS, self._opening, self._challenge)):
             raise NotProven(UNPROVEN)
         self.is_proven = True
         return to_bytes(Proof(_mac(self._token, _TRAINS, self._opening, self._challenge)))

@@ -335,7 +335,7 @@ class JoinServer:
         except LaunchError as error:
             if connection.state is not State.UNPROVEN:
                 raise
-            self._refuse_stranger(connection, f"{UNPROVEN} ({error})")
+            self._refuse_stranger(connection, f"{UNPROVEN} ({str(error)[:100]})")
         if connection.state is State.UNPROVEN and connection.num_reads >= MAX_UNPROVEN_READS:
             self._refuse_stranger(connection, UNPROVEN)
 
