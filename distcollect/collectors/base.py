@@ -2,35 +2,76 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import logging
 import warnings
-from abc import abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Any
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from types import TracebackType
+from typing import Any, TypeVar, cast
 
 import torch
 from tensordict import TensorDict
 from torch import nn
 
 from distcollect.collectors import validation
-from distcollect.collectors.buffer_filler import BufferFiller
+from distcollect.collectors.background import Background
+from distcollect.collectors.finalizer import Finalizer
+from distcollect.collectors.flow import Backend, Flow, Hooks
 from distcollect.collectors.options import CollectorOptions
-from distcollect.collectors.stream import CollectorState, Hooks
-from distcollect.common import checks
+from distcollect.collectors.replay import RateLimited, ReplayBuffer, check_can_hold
+from distcollect.collectors.unpublished import PATIENCE_IN_BACKGROUND
+from distcollect.common import checks, signals, tensor_cache
+from distcollect.common.forks import Owner
 from distcollect.common.seeding import Stream, checked_seed, env_seed
-from distcollect.errors import ArgumentError, CollectorStateError
+from distcollect.errors import ArgumentError, ArgumentTypeError, CollectorStateError
 from distcollect.integrations import load
 from distcollect.pool.publisher import Weights, WorkerIds
 from distcollect.results import EpisodeStats, Evaluation, LagStats, Stats
 from distcollect.telemetry.bottleneck import Bottleneck, find_bottleneck
+from distcollect.telemetry.monitor import MonitorThread
+from distcollect.telemetry.recorder import StatsRecorder
 from distcollect.transport.peer_ids import identity
 from distcollect.weights.push_handle import PushHandle
 
+log = logging.getLogger(__name__)
+
+_Self = TypeVar("_Self", bound="DataCollectorBase")
+
 _STATE_FORMAT = 2
 _FORMATS = (1, _STATE_FORMAT)  # that can be loaded
+# For a thread that was told to end, and whose workers are gone.
+JOIN_TIMEOUT_S = 10.0
+# For the last statistics to be written.
+_MONITOR_LIMIT_S = 60.0
 
 
-class DataCollectorBase(BufferFiller):
+class _Batches(Iterator[TensorDict]):
+    """Iterates over a collector. Unlike a generator it goes on after an exception."""
+
+    def __init__(self, collector: DataCollectorBase) -> None:
+        self._collector = collector
+
+    def __next__(self) -> TensorDict:
+        return self._collector.next()
+
+
+def _weakly(method: Callable[[], Stats]) -> Callable[[], Stats | None]:
+    """Calls ``method``; returns None once the method's object is gone."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> Stats | None:
+        found = reference()
+        return None if found is None else found()
+
+    return call
+
+
+class DataCollectorBase(ABC):
     """What all collectors have in common: an iterable of batches.
 
     A batch is a TensorDict with exactly ``frames_per_batch`` frames, its last dimension named
@@ -54,34 +95,372 @@ class DataCollectorBase(BufferFiller):
     :class:`~distcollect.Monitor` shows these while the run goes on, and writes them to files.
 
     Attributes:
-        frames_per_batch: frames in each batch.
-        total_frames: frames after which it ends, a multiple of ``frames_per_batch``; -1: endless.
         compiled_policy, cudagraphed_policy: False: the collector calls the policy as it is given.
     """
 
     compiled_policy = cudagraphed_policy = False
 
-    def __init__(self, options: CollectorOptions) -> None:
-        """Build the collector, see :class:`~distcollect.collectors.stream.BatchStream`."""
+    _options: CollectorOptions
+    _backend: Backend
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Refuse a class whose own ``rollout()`` or ``iterator()`` a loop would not call.
+
+        Raises:
+            ArgumentTypeError: it has one of these methods.
+        """
+        super().__init_subclass__(**kwargs)
+        for name in ("rollout", "iterator"):
+            if getattr(cls, name) is not getattr(DataCollectorBase, name):  # its own, or of a mixin
+                raise ArgumentTypeError(
+                    f"class {cls.__name__}: its {name}() would not be called by a loop over the "
+                    "collector. To change batches, pass postproc= or override next()"
+                )
+
+    def _open(self, options: CollectorOptions) -> None:
+        """Open what steps the envs, and what shows and records the run.
+
+        Raises:
+            ArgumentError: a file or a port of the ``monitor`` can't be opened.
+        """
+        self._options = options
+        self._owner = Owner()
+        self._is_shut_down = self._is_released = False
+        self._closes_envs = True
+        self._background: Background | None = None  # before start()
         self._seed: tuple[int, bool] | None = None
+        self._resumes = 0  # how often the run was resumed
         self._evaluated: Evaluation | None = None
         self._version_before_load: int | None = None  # set until a load has ended
         load("trainers")(type(self))
-        super().__init__(options)
+        self._monitor_thread = monitor = MonitorThread(options.monitor, options.trace)
+        self._close_monitor = Finalizer(self, partial(monitor.close, None), _MONITOR_LIMIT_S)
+        self._stats_recorder = StatsRecorder(trace=monitor.trace, metrics=monitor.metrics)
+        try:
+            traces = monitor.trace is not None
+            self._backend = self._made_backend(self._stats_recorder, traces=traces)
+        except BaseException:
+            # Now, since the error keeps the collector for as long as somebody holds the error, as
+            # notebooks do with the last one; a port of Prometheus would be taken until then.
+            self._close_monitor()
+            raise
+        begin = partial(monitor.begin, _weakly(self.stats))
+        self._flow = Flow(options, self._backend, self._stats_recorder, begin)
+        self._note_no_ctrl_c = signals.note_ctrl_c(self)
+        try:
+            check_can_hold(options.replay_buffer, self._backend.layout)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    @abstractmethod
+    def _made_backend(self, stats_recorder: StatsRecorder, *, traces: bool) -> Backend:
+        """Make what steps the envs. If it raises, nothing is left open."""
+
+    # Frames and batches.
 
     @property
+    def frames_per_batch(self) -> int:
+        """Frames in each batch."""
+        return self._backend.frames_per_batch
+
+    @property
+    def requested_frames_per_batch(self) -> int:
+        """``frames_per_batch`` as given; with TorchRL's envs a batch may have more frames."""
+        return self._options.frames_per_batch
+
+    @property
+    def total_frames(self) -> int:
+        """Frames after which it ends, a multiple of ``frames_per_batch``; -1: endless."""
+        return self._flow.total_frames
+
+    @property
+    def frames(self) -> int:
+        """Frames collected so far, with padding and with those of the run that was resumed."""
+        return self._flow.frames
+
+    def __len__(self) -> int:
+        """Number of batches in ``total_frames``, with those that were delivered already.
+
+        With ``trajs_per_batch``: number of times that ``frames_per_batch`` frames are collected.
+
+        Raises:
+            TypeError: the collector is endless.
+        """
+        if self.total_frames == -1:
+            raise ArgumentTypeError(
+                "len(): this collector is endless: give it total_frames, or count the batches"
+            )
+        return self.total_frames // self.frames_per_batch
+
+    def __bool__(self) -> bool:
+        """True: a collector without a length is not empty."""
+        return True
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was shut down."""
+        return self._is_shut_down
+
+    @property
+    def replay_buffer(self) -> ReplayBuffer | None:
+        """The buffer to which batches are added; None: they are delivered."""
+        return self._options.replay_buffer
+
+    @property
+    def init_random_frames(self) -> int:
+        """Number of frames at the start that have random actions."""
+        return self._options.random_frames
+
+    @property
+    def abandoned_frames(self) -> int:
+        """With ``trajs_per_batch``: frames of trajectories that will never be delivered."""
+        return self._flow.abandoned_frames
+
+    def iterator(self) -> Iterator[TensorDict]:
+        """The same as iterating over the collector."""
+        return iter(self)
+
+    def rollout(self) -> TensorDict:
+        """The same as :meth:`next`: its frames count towards ``total_frames``."""
+        return self.next()
+
+    def __iter__(self) -> Iterator[TensorDict]:
+        """Batches until ``total_frames`` are collected; a second loop continues."""
+        return _Batches(self)
+
+    def __next__(self) -> TensorDict:
+        """The same as :meth:`next`, so that ``next(collector)`` works."""
+        return self.next()
+
+    def next(self, timeout_s: float | None = None) -> TensorDict:
+        """Wait for the next batch.
+
+        Args:
+            timeout_s: seconds to wait; None: ``Faults.batch_timeout_s``, with ``trajs_per_batch``
+                for each of the rollouts that a batch needs, and with ``reset_at_each_iter`` too for
+                the next whole trajectory.
+
+        Returns:
+            The batch; None if it went to the ``replay_buffer``.
+
+        Raises:
+            StopIteration: ``total_frames`` are collected.
+            BatchTimeout: there was no batch in time; names the workers that it waited for.
+            EnvError: an env raised too often; names the worker.
+            PolicyError: the policy raised; names the worker.
+            WorkerLost: fewer workers are left than ``Faults.min_workers``; says why.
+            CollectorStateError: after :meth:`shutdown`, after :meth:`start`, while another thread
+                waits for a batch of this collector, or within another call of it, as from
+                ``postproc``.
+            ArgumentError: ``postproc``, a hook or the buffer raised StopIteration. Their other
+                exceptions pass through.
+        """
+        self._check_delivers()
+        # None where the batch went to the replay buffer.
+        return cast("TensorDict", self._take(timeout_s))
+
+    def _take(self, timeout_s: float | None) -> TensorDict | None:
+        with self._flow:
+            return self._flow.next(timeout_s)
+
+    def _check_open(self) -> None:
+        if not self._owner.is_here:
+            raise CollectorStateError(
+                f"this process is a forked child of process {self._owner.pid}, which has the "
+                "collector; only that process can use it"
+            )
+        if self._background is not None and (error := self._background.error) is not None:
+            raise copy.copy(error) from error
+        if self._is_shut_down:
+            raise CollectorStateError("the collector was shut down: make a new one")
+
+    def _check_delivers(self) -> None:
+        self._check_open()
+        if self._background is not None:
+            raise CollectorStateError(
+                "the collector fills its replay buffer in the background since start(): sample "
+                "from that, or end it by async_shutdown()"
+            )
+
+    # In the background.
+
+    def start(self) -> None:
+        """Fill the replay buffer in the background, until ``total_frames`` are collected.
+
+        The policy that collects is a copy; :meth:`update_policy_weights_` sends it new weights. Use
+        :meth:`async_shutdown` to end. If collection fails, the next call to the collector raises
+        the reason, and so does ``sample()`` of a :class:`~distcollect.RateLimited` buffer.
+
+        Raises:
+            CollectorStateError: there is no ``replay_buffer``, it was started already, another
+                thread waits for a batch, or its class overrides :meth:`next`.
+        """
+        self._check_open()
+        buffer = self._options.replay_buffer
+        if buffer is None:
+            raise CollectorStateError(
+                "start() needs a replay_buffer to fill: pass replay_buffer= to the collector"
+            )
+        if type(self).next is not DataCollectorBase.next:
+            raise CollectorStateError(
+                f"start(): {type(self).__name__} has a next() of its own, which is not called in "
+                "the background: iterate over the collector, or pass postproc= instead"
+            )
+        if self._background is not None:
+            raise CollectorStateError(
+                "the collector was started already: end that by async_shutdown(), or use pause()"
+            )
+        with self._flow:
+            pass  # no other thread waits for a batch
+        # Weakly, as the workers must end when the user drops the collector.
+        fill = weakref.WeakMethod(self._fill)
+
+        def collect() -> bool:
+            found = fill()
+            return found is not None and found()
+
+        limit = buffer if isinstance(buffer, RateLimited) else None
+        background = Background(collect, limit)
+        self._use(background)
+        background.begin()
+        self._background = background
+
+    def _use(self, background: Background) -> None:
+        """Collect only on this thread from now on, which was not started yet."""
+        if self._backend.unpublished is not None:
+            self._backend.unpublished.patience = PATIENCE_IN_BACKGROUND
+
+    def _fill(self) -> bool:
+        """Add one batch to the replay buffer; False if ``total_frames`` are collected."""
+        try:
+            self._take(None)
+        except StopIteration:
+            return False
+        return True
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it is collecting in the background, after :meth:`start`."""
+        return self._background is not None and self._background.is_alive
+
+    def pause(self, timeout_s: float = 600.0) -> AbstractContextManager[None]:
+        """A context within which nothing is added to the replay buffer.
+
+        A batch that is being collected when it is entered is added first.
+
+        Args:
+            timeout_s: seconds to wait for that batch.
+
+        Raises:
+            CollectorStateError: :meth:`start` was not called.
+            DeadlineError: that batch was not finished in time.
+        """
+        self._check_open()
+        if self._background is None:
+            raise CollectorStateError("pause() is for a collector that was started by start()")
+        return self._background.paused(timeout_s)
+
+    def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
+        """Shut down a collector that was started by :meth:`start`.
+
+        Args:
+            timeout: seconds to wait for the batch that is being collected, which is then added to
+                the buffer; None: don't wait, and drop this batch.
+            close_env: whether to close the envs. False leaves an env of yours open that this
+                process steps; workers always close theirs.
+
+        Raises:
+            The error that ended collection in the background.
+        """
+        background = self._background
+        if background is not None:
+            background.stop()
+            if timeout is not None:
+                background.join(timeout)
+        self._closes_envs = close_env
+        self.shutdown()
+        if background is not None:
+            background.join(JOIN_TIMEOUT_S)
+        self._raise_from_background()
+
+    def _raise_from_background(self) -> None:
+        """Raise the error that ended collection in the background, once."""
+        if self._background is not None and self._background.error is not None:
+            error, self._background.error = self._background.error, None
+            raise error
+
+    # The end.
+
+    def shutdown(
+        self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
+    ) -> None:
+        """End what the collector started and release what it holds. May be called again.
+
+        A call that an exception broke off, such as Ctrl-C, is completed by the next one. In a
+        forked child of the process that made the collector, it does nothing.
+
+        Args:
+            timeout: has no effect: ``Faults.stop_timeout_s`` is the limit for stopping workers.
+            close_env: whether to close the envs. False leaves an env of yours open that this
+                process steps; workers always close theirs.
+            raise_on_error: False: errors of envs and workers that close are only logged.
+        """
+        if self._is_released or not self._owner.is_here:
+            return
+        self._closes_envs = self._closes_envs and close_env
+        try:
+            self._shut_down()
+        except Exception:
+            if raise_on_error:
+                raise
+            log.exception("shutting down failed")
+
+    def _shut_down(self) -> None:
+        self._is_shut_down = True
+        if self._background is not None:
+            self._background.stop()
+        self._stats_recorder.end()
+        tensor_cache.forget()
+        try:
+            self._release(close_envs=self._closes_envs)
+        finally:
+            self._monitor_thread.close(self.stats())
+            self._close_monitor()
+        self._is_released = True
+        self._note_no_ctrl_c()
+
     @abstractmethod
+    def _release(self, *, close_envs: bool) -> None:
+        """Close what steps the envs; called again if an exception broke it off."""
+
+    def __enter__(self: _Self) -> _Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.shutdown()
+        if kind is None:
+            self._raise_from_background()
+
+    # Weights.
+    @property
     def policy_version(self) -> int:
         """Version of the newest published weights; 0: those the policy started with.
 
         A frame's lag is the number of versions that were sent to its worker and are newer than the
         frame's ``("collector", "policy_version")``.
         """
+        return self._backend.policy_version
 
     @property
     def version_lag(self) -> LagStats | None:
         """The lags of the last batch's frames when it was delivered; None before the first."""
-        return self._progress.lag
+        return self._flow.lag
 
     @abstractmethod
     def update_policy_weights_(
@@ -112,9 +491,9 @@ class DataCollectorBase(BufferFiller):
         """
 
     @property
-    @abstractmethod
     def policy(self) -> Any:
         """The policy as it was given, or made by ``policy_factory``; None: random actions."""
+        return self._backend.policy
 
     @property
     def pre_collect_hook(self) -> Callable[[], Any] | None:
@@ -123,12 +502,12 @@ class DataCollectorBase(BufferFiller):
         Assign a function, or None, to change it. With workers, what they have collected for the
         next batches is given up then, as by :meth:`set_seed`.
         """
-        return self._hooks.pre_collect
+        return self._backend.hooks.pre_collect
 
     @pre_collect_hook.setter
     def pre_collect_hook(self, hook: Callable[[], Any] | None) -> None:
         validation.check_one("pre_collect_hook", hook)
-        self._set_hooks(Hooks(hook, self._hooks.post_collect))
+        self._set_hooks(Hooks(hook, self._backend.hooks.post_collect))
 
     @property
     def post_collect_hook(self) -> Callable[[TensorDict], Any] | None:
@@ -136,12 +515,16 @@ class DataCollectorBase(BufferFiller):
 
         It is changed as :attr:`pre_collect_hook` is.
         """
-        return self._hooks.post_collect
+        return self._backend.hooks.post_collect
 
     @post_collect_hook.setter
     def post_collect_hook(self, hook: Callable[[TensorDict], Any] | None) -> None:
         validation.check_one("post_collect_hook", hook)
-        self._set_hooks(Hooks(self._hooks.pre_collect, hook))
+        self._set_hooks(Hooks(self._backend.hooks.pre_collect, hook))
+
+    def _set_hooks(self, hooks: Hooks) -> None:
+        self._check_open()
+        self._backend.set_hooks(hooks)
 
     def set_post_collect_hook(self, hook: Callable[[TensorDict], Any] | None) -> None:
         """The same as assigning to :attr:`post_collect_hook`."""
@@ -155,7 +538,7 @@ class DataCollectorBase(BufferFiller):
             stacklevel=2,
         )
 
-    def disable_profile(self) -> None:
+    def disable_profile(self) -> None:  # noqa: B027 - there is nothing to do
         """Nothing, see :meth:`enable_profile`."""
 
     def getattr_policy(self, attr: str) -> Any:
@@ -200,33 +583,39 @@ class DataCollectorBase(BufferFiller):
         known = Stats(
             collector=type(self).__name__,
             evaluation=EpisodeStats() if newest is None else newest.summary(),
-            frames=self._progress.frames,
-            resumed_frames=self._progress.resumed_frames,
+            frames=self.frames,
+            resumed_frames=self._flow.resumed_frames,
             total_frames=self.total_frames,
             policy_version=self.policy_version,
-            ended=self._state is CollectorState.SHUT_DOWN,
-            num_batches=self._progress.batches,
+            ended=self._is_shut_down,
+            num_batches=self._flow.batches,
             frames_per_batch=self.frames_per_batch,
         )
-        snapshot = self._snapshot(known)
+        snapshot = self._backend.snapshot(known)
         if workers == "per_worker":
             snapshot.clear()
         if workers != "aggregate":
             snapshot.update(snapshot.per_worker())
         return snapshot
 
-    @abstractmethod
-    def _snapshot(self, known: Stats) -> Stats:
-        """``known`` with all other fields filled in."""
-
     def bottleneck(self) -> Bottleneck:
         """What limits the run so far, and what would help most; ``str()`` of it is a sentence."""
         return find_bottleneck(self.stats())
 
-    def init_updater(self, *args: Any, **kwargs: Any) -> None:
+    @contextlib.contextmanager
+    def _publishing(self) -> Iterator[None]:
+        """Within, weights are published; a batch that the user does not have may be too old."""
+        with self._stats_recorder.publishing():
+            version = self.policy_version
+            try:
+                yield
+            finally:
+                if self._backend.publishing_outdates and self.policy_version != version:
+                    self._flow.drop("given_up")
+
+    def init_updater(self, *args: Any, **kwargs: Any) -> None:  # noqa: B027 - without an updater
         """Pass arguments to the weight updater's ``init``; without an updater nothing happens."""
 
-    @abstractmethod
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed all envs and the policies' randomness; the next batch starts with a reset.
 
@@ -267,6 +656,10 @@ class DataCollectorBase(BufferFiller):
             DeadlineError: some workers are in a step that takes too long; names them.
             WorkerError: a worker could not take the seed, and is replaced.
         """
+        self._check_open()
+        self._seed = checked_seed(seed), bool(static_seed)
+        self._flow.drop_trajectories()
+        return self._backend.seed(*self._seed)
 
     def call(
         self,
@@ -302,17 +695,8 @@ class DataCollectorBase(BufferFiller):
             WorkerLost: a worker that was named is lost.
         """
         self._check_open()
-        return self._call(method, args, kwargs, worker_ids, self._limit_s(timeout_s))
-
-    @abstractmethod
-    def _call(
-        self,
-        method: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        worker_ids: WorkerIds,
-        timeout_s: float,
-    ) -> dict[int, list[Any]]: ...
+        limit_s = self._flow.limit_s(timeout_s)
+        return self._backend.call(method, args, kwargs, worker_ids, limit_s)
 
     def evaluate(
         self,
@@ -350,24 +734,15 @@ class DataCollectorBase(BufferFiller):
         num_episodes = checks.plain(num_episodes)
         checks.positive("num_episodes", num_episodes)
         seed = None if seed is None else checked_seed(seed)
-        limit_s = self._limit_s(timeout_s)
-        result = self._evaluate(num_episodes, worker_ids, deterministic, seed, limit_s)
-        self._evaluated = result
-        return result
+        limit_s = self._flow.limit_s(timeout_s)
+        self._evaluated = self._backend.evaluate(
+            num_episodes, worker_ids, deterministic, seed, limit_s
+        )
+        return self._evaluated
 
     def _newest_evaluation(self) -> Evaluation | None:
         """That of the newest version; None: there was none."""
         return self._evaluated
-
-    @abstractmethod
-    def _evaluate(
-        self,
-        num_episodes: int,
-        worker_ids: WorkerIds,
-        deterministic: bool,
-        seed: int | None,
-        timeout_s: float,
-    ) -> Evaluation: ...
 
     def state_dict(self) -> dict[str, Any]:
         """Counts, versions, seeds and ids for :meth:`load_state_dict`, as plain numbers.
@@ -378,13 +753,13 @@ class DataCollectorBase(BufferFiller):
         """
         state: dict[str, Any] = {
             "format": _STATE_FORMAT,
-            "frames": self._progress.frames,
+            "frames": self.frames,
             "policy_version": self.policy_version,
             "next_traj_id": identity().next_traj_id,
             "seed": self._seed,
-            "resumes": self._progress.resumes,
+            "resumes": self._resumes,
         }
-        if isinstance(self.policy, nn.Module) and self._layout.is_torchrl:
+        if isinstance(self.policy, nn.Module) and self._backend.layout.is_torchrl:
             state["policy_state_dict"] = self.policy.state_dict()
         return state
 
@@ -410,9 +785,9 @@ class DataCollectorBase(BufferFiller):
             DeadlineError, WorkerError: the workers did not accept the state.
         """
         self._check_open()
-        if self._progress.batches:
+        if self._flow.batches:
             raise CollectorStateError(
-                f"this collector has delivered {self._progress.frames:,} frames: call "
+                f"this collector has delivered {self.frames:,} frames: call "
                 "load_state_dict() on a new one, before its first batch"
             )
         if not isinstance(state, Mapping) or state.get("format") not in _FORMATS:
@@ -427,27 +802,19 @@ class DataCollectorBase(BufferFiller):
                 f"the state has policy_version {state['policy_version']}, but this collector has "
                 f"published version {version} already: load the state first"
             )
-        frames, resumes = state["frames"], state["resumes"] + 1
         next_traj_id = state["next_traj_id"]
         if state["format"] == 1:
             next_traj_id = identity().above_format_1(next_traj_id)
-        new_seed = None
-        if state["seed"] is not None:
-            seed, static_seed = state["seed"]
-            new_seed = env_seed(seed, resumes, stream=Stream.RESUMED)
-
-        def count() -> None:
-            self._progress = replace(
-                self._progress, frames=frames, resumed_frames=frames, resumes=resumes
-            )
-
         again = self._version_before_load is not None
         self._version_before_load = version
         self._load_policy(state.get("policy_state_dict"), again)
         # From here on, workers may be waited for. If that is interrupted, load the state again.
-        self._resume(state["policy_version"], next_traj_id, frames, count)
-        if new_seed is not None:
-            self.set_seed(new_seed, static_seed)
+        self._flow.frames = self._flow.resumed_frames = state["frames"]
+        self._resumes = state["resumes"] + 1
+        self._backend.resume(state["policy_version"], next_traj_id, state["frames"])
+        if state["seed"] is not None:
+            seed, static_seed = state["seed"]
+            self.set_seed(env_seed(seed, self._resumes, stream=Stream.RESUMED), static_seed)
             self._seed = seed, static_seed
         self._version_before_load = None
 
@@ -467,15 +834,6 @@ class DataCollectorBase(BufferFiller):
         except RuntimeError as error:
             raise ArgumentError(f"the state has the weights of another policy: {error}") from error
         self.update_policy_weights_()
-
-    @abstractmethod
-    def _resume(
-        self, version: int, first_traj_id: int, frames: int, count: Callable[[], None]
-    ) -> None:
-        """Continue with this policy_version and traj_id; ``frames`` were collected before.
-
-        ``count`` counts them here; it is called together with what counts them elsewhere.
-        """
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from distcollect.common import checks
+from distcollect.common import checks, signals
 from distcollect.common.files import replacing
 from distcollect.errors import (
     ArgumentError,
@@ -21,7 +21,6 @@ from distcollect.errors import (
     DistCollectError,
     LaunchError,
 )
-from distcollect.launch import preemption
 from distcollect.launch.run_folder import RunFolder, obstacle
 from distcollect.transport.peer_ids import identity
 
@@ -109,7 +108,7 @@ class Checkpoint:
         self._parts = parts
         self._saved_at = self._start_checked_at = time.monotonic()
         self._file_checked = False  # whether an earlier run's file was loaded, or is known to miss
-        preemption.watch(self._save_and_exit)
+        signals.watch(self._save_and_exit)
 
     def load(self) -> bool:
         """Load the file, if there is one.
@@ -190,7 +189,7 @@ class Checkpoint:
         self._check()
         if time.monotonic() - self._start_checked_at >= _CHECK_START_S:
             self._check_start()
-        if preemption.requested_signal():
+        if signals.requested_signal():
             self._save_and_exit()
         is_due = time.monotonic() - self._saved_at >= self._every_s
         if is_due:
@@ -212,10 +211,8 @@ class Checkpoint:
 
     def _save_and_exit(self) -> None:
         self.save()
-        log.warning(
-            "%s told this process to end: saved %s", preemption.requested_signal(), self.path
-        )
-        raise preemption.Interrupted
+        log.warning("%s told this process to end: saved %s", signals.requested_signal(), self.path)
+        raise signals.Interrupted
 
     def _read(self) -> dict[str, Any]:
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from distcollect.collectors.base import DataCollectorBase
 from distcollect.collectors.rpc import RPCDataCollector
 from distcollect.collectors.signature import takes
 from distcollect.collectors.worker_options import DistributedSyncOptions
@@ -18,7 +17,7 @@ class DistributedSyncDataCollector(RPCDataCollector):
         Raises:
             DistCollectError: the errors of :class:`RPCDataCollector`.
         """
-        DataCollectorBase.__init__(self, options)
+        self._open(options)
 
 
 # TorchRL's newer name.

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable
 
 from distcollect.common.forks import Owner
-from distcollect.common.replies import Reply
+from distcollect.common.replies import Reply, arrives
 from distcollect.common.threads import SerialThread
 from distcollect.errors import DeadlineError
 
@@ -55,8 +55,8 @@ class Finalizer:
     def _begin(self) -> None:
         if not self._owner.is_here:
             return
-        # One call in C to hand the job over. A second job finds that nothing is left to do.
-        self._thread.ask(self._run)
+        # A second job finds that nothing is left to do.
+        self._thread.put(self._run)
 
     def __call__(self) -> None:
         """Close, and wait until that is done; again: wait for the same.
@@ -72,17 +72,12 @@ class Finalizer:
             return
         if not self._answer.done():
             self._begin()
-        if not self._answer.arrives(self._limit_s):
+        if not arrives(self._answer, self._limit_s):
             raise DeadlineError(
                 f"what the collector started did not end within {self._limit_s:g} s; it is still "
                 "being ended in the background"
             )
         self._answer.result()
-
-    def run_here(self) -> None:
-        """Close on the calling thread, unless that has begun before."""
-        if self._owner.is_here:
-            self._run()
 
     def _run(self) -> None:
         if self._has_begun:
@@ -106,7 +101,7 @@ def close_later(close: Callable[[], object]) -> None:
 
 def forgotten_closings(limit_s: float) -> None:
     """Wait until collectors that nobody refers to are closed, at most ``limit_s``."""
-    _thread().ask(lambda: None).arrives(limit_s)
+    arrives(_thread().submit(lambda: None), limit_s)
 
 
 def _close_all() -> None:

@@ -100,7 +100,7 @@ class Collector(SyncDataCollector):
             ArgumentError, ArgumentTypeError: an argument is wrong.
             EnvError, PolicyError: an env or the policy failed when tried.
         """
-        super(SyncDataCollector, self).__init__(options)
+        self._open(options)
 
 
 # What inspect.signature() and help() show of the class.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from distcollect.collectors.base import DataCollectorBase
 from distcollect.collectors.rpc import RPCDataCollector
 from distcollect.collectors.signature import takes
 from distcollect.collectors.worker_options import AsyncOptions, MultiAsyncOptions, MultiSyncOptions
@@ -26,7 +25,7 @@ class MultiSyncDataCollector(RPCDataCollector):
         Raises:
             DistCollectError: the errors of :class:`RPCDataCollector`.
         """
-        DataCollectorBase.__init__(self, options)
+        self._open(options)
 
 
 class MultiaSyncDataCollector(RPCDataCollector):
@@ -43,10 +42,10 @@ class MultiaSyncDataCollector(RPCDataCollector):
         Raises:
             DistCollectError: the errors of :class:`RPCDataCollector`.
         """
-        DataCollectorBase.__init__(self, options)
+        self._open(options)
 
 
-class aSyncDataCollector(MultiaSyncDataCollector):  # noqa: N801 - TorchRL's name for it
+class aSyncDataCollector(RPCDataCollector):  # noqa: N801 - TorchRL's name for it
     """Steps envs in one local worker process, which keeps collecting while the trainer works.
 
     A batch is ``[T]`` for one env, ``[n, T]`` for n.
@@ -59,7 +58,7 @@ class aSyncDataCollector(MultiaSyncDataCollector):  # noqa: N801 - TorchRL's nam
         Raises:
             DistCollectError: the errors of :class:`RPCDataCollector`.
         """
-        DataCollectorBase.__init__(self, options)
+        self._open(options)
 
 
 # TorchRL's newer names.

@@ -1,23 +1,19 @@
-"""Replay buffers: adding batches to them, in the background, at a limited rate."""
+"""Replay buffers: what they are given of a batch, and at which rate."""
 
 from __future__ import annotations
 
-import _thread
 import enum
-import logging
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from tensordict import TensorDict
 
-from distcollect.common import checks
-from distcollect.common.replies import WAKEUP_INTERVAL_S, Reply, Wakeup
-from distcollect.common.threads import SingleThread
+from distcollect.common import checks, signals
+from distcollect.common.signals import WAKEUP_INTERVAL_S
 from distcollect.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -28,9 +24,6 @@ from distcollect.errors import (
 from distcollect.rollout.layout import MASK, Layout
 from distcollect.rollout.spaces import can_be_indexed
 
-log = logging.getLogger(__name__)
-
-_START_TIMEOUT_S = 60.0
 _STORAGES = "torchrl.data.replay_buffers.storages"
 
 
@@ -269,6 +262,7 @@ class RateLimited:
                         f"(samples_per_insert={self._samples_per_insert:g}, "
                         f"min_size={self._min_size}). Is the collector still running?"
                     )
+                signals.check()
                 self._changed.wait(min(remaining, WAKEUP_INTERVAL_S))
             samples = self._buffer.sample(*args, **kwargs)
             self._sampled += _num_samples(samples)
@@ -315,151 +309,3 @@ class RateLimited:
 def _num_samples(samples: Any) -> int:
     first = samples[0] if isinstance(samples, tuple) else samples
     return first.numel() if isinstance(first, TensorDict) else len(first)
-
-
-class _Turn(_thread.RLock):  # type: ignore[misc] # the stubs call it final
-    """Whose turn it is: that of the thread that collects, or of one that pauses it.
-
-    It is a lock, so that leaving the context is one call in C, which no exception can break off.
-    """
-
-    _timeout_s = 0.0
-    _wanted_until = 0.0
-
-    def within(self, timeout_s: float) -> AbstractContextManager[None]:
-        """A context to enter within ``timeout_s``."""
-        self._timeout_s = timeout_s
-        return cast("AbstractContextManager[None]", self)
-
-    @property
-    def wanted_for_s(self) -> float:
-        """For how many more seconds the thread that collects should leave it to another."""
-        return self._wanted_until - time.monotonic()
-
-    def __enter__(self) -> Any:  # type: ignore[override]
-        if self._is_owned():  # type: ignore[attr-defined]
-            return self.acquire()  # within a pause
-        deadline = time.monotonic() + self._timeout_s
-        try:
-            while True:
-                remaining = deadline - time.monotonic()
-                # It ends by itself, if an exception ends this wait.
-                self._wanted_until = time.monotonic() + 2 * WAKEUP_INTERVAL_S
-                if self.acquire(timeout=max(0.0, min(remaining, WAKEUP_INTERVAL_S))):
-                    self._wanted_until = 0.0
-                    return None
-                if remaining <= 0:
-                    break
-        except BaseException:  # Ctrl-C as well
-            if self._is_owned():  # type: ignore[attr-defined]
-                self.release()
-            raise
-        raise DeadlineError(
-            f"pause() waited {self._timeout_s:g} s for the batch that is being collected; give it "
-            "a longer timeout_s"
-        )
-
-
-class Background:
-    """A thread that calls ``collect`` repeatedly, until it is stopped or there are no more batches.
-
-    Attributes:
-        error: the error that ended it; None: none did.
-        was_started: whether :meth:`begin` returned.
-    """
-
-    def __init__(self, collect: Callable[[], bool], limit: RateLimited | None) -> None:
-        """Prepare the thread; :meth:`begin` starts it.
-
-        Args:
-            collect: collects one batch; returns False if there are no more.
-            limit: the buffer, if it limits when a batch may be added.
-        """
-        self.error: BaseException | None = None
-        self.was_started = False
-        self._collect = collect
-        self._limit = limit
-        self._turn = _Turn()
-        self._stop_requested = False
-        self._changed = Wakeup()  # the thread waits for it
-        self._thread = SingleThread(self._run, "distcollect-collect")
-        self._begun: Reply[None] = Reply()
-        self._ended: Reply[None] = Reply()
-
-    def begin(self) -> None:
-        """Start the thread, and wait until it runs.
-
-        If an exception such as Ctrl-C breaks that off, the thread may start nevertheless. Call it
-        again then: it never starts two threads.
-
-        Raises:
-            DeadlineError: the thread did not start in time.
-        """
-        self._thread.start()
-        if not self._begun.arrives(_START_TIMEOUT_S):
-            raise DeadlineError(
-                f"the thread that collects did not start within {_START_TIMEOUT_S:g} s: call "
-                "start() again"
-            )
-        self.was_started = True
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the thread runs, be it that it collects, waits or is paused."""
-        return self._begun.done() and not self._ended.done()
-
-    def _run(self) -> None:
-        if self._limit is not None:
-            self._limit.begin()
-        self._begun.set_result(None)
-        try:
-            while self._collects_one():
-                pass
-        except BaseException as error:
-            if self._stop_requested and isinstance(error, CollectorStateError):
-                # It was shut down, which is no failure.
-                log.debug("collecting in the background ended: %s", error)
-            else:
-                log.exception("collecting in the background ended")
-                self.error = error
-        finally:
-            if self._limit is not None:
-                self._limit.end(self.error)
-            self._ended.set_result(None)
-
-    def _collects_one(self) -> bool:
-        """Collect a batch once that may be; returns whether there is more to collect."""
-        while not self._stop_requested:
-            if self._turn.wanted_for_s > 0:
-                self._changed.wait(min(self._turn.wanted_for_s, WAKEUP_INTERVAL_S))
-                continue
-            if self._limit is not None:
-                self._limit.wait_to_insert(self._may_collect)
-            if self._turn.acquire(timeout=WAKEUP_INTERVAL_S):
-                try:
-                    return not self._stop_requested and self._collect()
-                finally:
-                    self._turn.release()
-        return False
-
-    def _may_collect(self) -> bool:
-        return not self._stop_requested and not self._turn.wanted_for_s > 0
-
-    def paused(self, timeout_s: float) -> AbstractContextManager[None]:
-        """Collect nothing within; a batch that is being collected is finished first.
-
-        Raises, on entering:
-            DeadlineError: it was not finished within ``timeout_s``.
-        """
-        return self._turn.within(timeout_s)
-
-    def stop(self) -> None:
-        """Begin no other batch."""
-        self._stop_requested = True
-        self._changed.ring()
-
-    def join(self, timeout_s: float) -> bool:
-        """Wait for the thread's end; returns whether it has ended, or never began."""
-        if self._thread.is_current:  # the user's buffer shuts the collector down
-            return False
-        return not self._begun.done() or self._ended.arrives(timeout_s)

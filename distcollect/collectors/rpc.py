@@ -2,47 +2,31 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from tensordict import TensorDict
 
-from distcollect.collectors import pickling, validation
+from distcollect.collectors import validation, worker_attributes
+from distcollect.collectors.base import DataCollectorBase
 from distcollect.collectors.finalizer import Finalizer
-from distcollect.collectors.progress import Collected, Progress
-from distcollect.collectors.session import CLOSING_LIMIT_S, Session, stop
+from distcollect.collectors.session import CLOSING_LIMIT_S, Session, stats_of, stop
 from distcollect.collectors.signature import takes
-from distcollect.collectors.stream import Hooks, timed
-from distcollect.collectors.worker_attributes import WorkerAccess
-from distcollect.collectors.worker_options import RPCOptions
-from distcollect.common import checks
-from distcollect.common.seeding import checked_seed, next_seed
+from distcollect.collectors.worker_options import RPCOptions, WorkerOptions
+from distcollect.common import checks, signals
 from distcollect.errors import ArgumentTypeError, CollectorStateError, WorkerError
 from distcollect.integrations import load
-from distcollect.launch.cpu_placement import num_cores
-from distcollect.launch.preemption import exit_if_requested
 from distcollect.pool.handover import RolloutReference
 from distcollect.pool.policy_lag import count_lags
 from distcollect.pool.publisher import Weights, WorkerIds
-from distcollect.results import (
-    Evaluation,
-    LagStats,
-    LedgerReport,
-    Stats,
-    WorkerState,
-    WorkerThroughput,
-)
-from distcollect.rollout.assemble import assemble
-from distcollect.rollout.header import Rollout
-from distcollect.rollout.layout import Layout
-from distcollect.weights.broadcast import NoUpdater
+from distcollect.results import Evaluation, LedgerReport, WorkerState, WorkerThroughput
+from distcollect.telemetry.recorder import StatsRecorder
 from distcollect.weights.push_handle import PushHandle
 
 
-class RPCDataCollector(WorkerAccess):
+class RPCDataCollector(DataCollectorBase):
     """Steps envs in worker processes, on this host or on others, each with a copy of the policy.
 
     Within :func:`~distcollect.run` under torchrun or srun, the launch's other ranks are the
@@ -50,6 +34,9 @@ class RPCDataCollector(WorkerAccess):
 
     It also accepts the arguments of TorchRL's ``RPCCollector`` under their names.
     """
+
+    _options: WorkerOptions
+    _backend: Session
 
     @takes(RPCOptions)
     def __init__(self, options: RPCOptions) -> None:
@@ -63,37 +50,18 @@ class RPCDataCollector(WorkerAccess):
             WorkerLost, WorkerMismatch, DeadlineError: a worker did not start, or did not join. In
                 all these cases nothing is left running.
         """
-        super().__init__(options)
+        self._open(options)
 
-    def _open(self) -> None:
-        traces = self._monitor_thread.trace is not None
-        self._session = Session(self._options, self._stats_recorder, traces=traces)
-        self._count_frames(self._session.frames_per_batch)
-        self._session.updater.register_collector(self)
-        options = self._options
-        if not (options.update_at_each_batch or isinstance(options.updater, NoUpdater)):
-            self._unpublished = self._session.unpublished
+    def _made_backend(self, stats_recorder: StatsRecorder, *, traces: bool) -> Session:
+        session = self._session = Session(self._options, stats_recorder, traces=traces)
         limit_s = self._options.fault_limits.stop_timeout_s + CLOSING_LIMIT_S
-        self._stop_session = Finalizer(
-            self, partial(stop, self._session.pool, self._session.workers), limit_s
-        )
+        self._stop_session = Finalizer(self, partial(stop, session.pool, session.workers), limit_s)
+        session.updater.register_collector(self)
+        return session
 
     def _release(self, *, close_envs: bool) -> None:
-        self._session.pool.deliveries.claim(self._progress.claimed)
+        self._flow.close()
         self._stop_session()
-
-    @property
-    def policy_version(self) -> int:
-        return self._session.pool.version
-
-    @property
-    def policy(self) -> Any:
-        return self._options.policy
-
-    def _set_hooks(self, hooks: Hooks) -> None:
-        self._check_open()
-        pickled = pickling.pickled_hooks(hooks.pre_collect, hooks.post_collect)
-        self._session.set_hooks(pickled, partial(super()._set_hooks, hooks))
 
     @property
     def num_workers(self) -> int:
@@ -116,9 +84,7 @@ class RPCDataCollector(WorkerAccess):
 
         The count of a worker is updated with each of its rollouts, and at its end.
         """
-        pool = self._session.pool
-        pool.deliveries.claim(self._progress.claimed)
-        return pool.ledger
+        return self._session.pool.ledger
 
     def release(self, worker_ids: int | Sequence[int]) -> None:
         """Send workers away for good, and wait until they have left.
@@ -138,75 +104,117 @@ class RPCDataCollector(WorkerAccess):
         selected = checks.worker_ids(worker_ids, self._session.pool.worker_ids)
         self._session.workers.release(selected or ())
 
-    def _snapshot(self, known: Stats) -> Stats:
-        workers, pool = self._session.workers, self._session.pool
-        states = {worker_id: state.value for worker_id, state in workers.states.items()}
-        if known.ended:
-            states = dict.fromkeys(states, WorkerState.LEFT.value)
-        cores = num_cores() if workers.are_near else 0
-        return self._stats_recorder.snapshot(
-            replace(
-                known,
-                sync=self._options.sync,
-                has_weights=self._session.has_weights,
-                num_cores=cores,
-            ),
-            states=states,
-            ready=pool.num_ready,
-            ledger=self.ledger,
-        )
-
     @property
     def stale_frames(self) -> dict[int, int]:
         """Number of frames that were dropped or masked as too stale, by worker_id."""
         return self._session.pool.stale_frames
 
-    @property
-    def _layout(self) -> Layout:
-        return self._session.layout
+    def _take(self, timeout_s: float | None) -> TensorDict | None:
+        with self._ended_by_errors():
+            return super()._take(timeout_s)
 
-    def _next(self, timeout_s: float) -> Collected:
-        progress, pool = self._progress, self._session.pool
+    @contextlib.contextmanager
+    def _ended_by_errors(self) -> Iterator[None]:
+        """Shut down if a worker's error is raised within: the run can't go on."""
         try:
-            self._publish_automatically()
-            delivery = self._session.gather(timeout_s, progress.claimed)
+            yield
         except WorkerError:
             # A signal that ends this process often ends its workers too: then the signal counts.
-            exit_if_requested()
+            signals.check()
             self.shutdown()
             raise
-        rollouts = delivery.rollouts
-        headers = [rollout.header for rollout in rollouts]
-        batch = self._assembled(self._layout, rollouts)
-        lags = count_lags(batch, rollouts, pool.lag, self._options.mask_above)
-        workers = [header.worker_id for header in headers]
-        masked: Counter[int] = Counter()
-        if (limit := self._options.mask_above) is not None:
-            for worker_id, counts in zip(workers, lags, strict=True):
-                masked[worker_id] += sum(num_frames for lag, num_frames in counts if lag > limit)
-        pool.deliveries.note(delivery.number, workers, lags, masked)
-        return Collected(batch, headers, _stats_of(lags), delivery.number)
 
-    def _stamp(self) -> object:
-        return self._session.pool.stamp
+    # TorchRL's names.
 
-    def _let_go(self, then: Progress) -> None:
-        self._session.pool.deliveries.forget(then.claimed)
+    @property
+    def preemptive_threshold(self) -> float:
+        """The share of a sync batch's rollouts that preempts the other workers; 1: none are."""
+        share = self._options.preemptive_threshold
+        return 1.0 if share is None else float(share)
 
-    def _publish_automatically(self) -> None:
-        if self._options.update_at_each_batch and self._progress.batches:
-            with self._stats_recorder.publishing():
-                self._session.publisher.publish_own(self._progress.workers, sync=self._options.sync)
+    @property
+    def interruptor(self) -> None:
+        """None: nothing that workers share is needed to preempt them."""
 
-    def _assembled(self, layout: Layout, rollouts: Sequence[Rollout]) -> TensorDict:
-        return assemble(
-            layout,
-            rollouts,
-            mask=self._options.has_mask,
-            compact=self._options.compact_obs,
-            device=self._options.devices.storing,
-            shape=self._options.batch_format.shape(layout, rollouts),
+    def getattr_env(self, attr: str) -> Any:
+        """An attribute of the first worker's first env, or what that method of it returns."""
+        first = min(self._session.pool.worker_ids)
+        return self.call(attr, worker_ids=first)[first][0]
+
+    def get_distant_attr(self, attr: str) -> list[Any]:
+        """An attribute of each worker, by TorchRL's names.
+
+        Args:
+            attr: "worker_idx"; "frames_per_batch", of one worker; with dots an attribute of its
+                envs, such as "env.specs", or of the collector's buffer: "replay_buffer.storage".
+
+        Raises:
+            ArgumentError: workers have nothing of this name.
+        """
+        return self.map_fn(attr)
+
+    def map_fn(
+        self,
+        method_name: str,
+        list_of_args: Sequence[tuple[Any, ...]] | None = None,
+        list_of_kwargs: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[Any]:
+        """Call a method of each worker, by TorchRL's names; see also :meth:`call`.
+
+        Args:
+            method_name: as for :meth:`get_distant_attr`.
+            list_of_args: positional arguments, one tuple for each worker.
+            list_of_kwargs: keyword arguments, one dict for each worker.
+
+        Returns:
+            The result of each worker, in the order of worker_id; of several envs a list.
+
+        Raises:
+            ArgumentError: workers have nothing of this name, or a list has another length.
+            EnvError: an env has no such method, or it raised.
+        """
+        self._check_open()
+        workers = sorted(self._session.pool.worker_ids)
+        return worker_attributes.map_fn(self, workers, method_name, list_of_args, list_of_kwargs)
+
+    def fake_tensordict(self) -> TensorDict:
+        """Not possible with workers.
+
+        Raises:
+            NotImplementedError: always; says what to use instead.
+        """
+        raise NotImplementedError(
+            "fake_tensordict() is for collectors without workers: take a batch and fill it with "
+            "zeros, as in collector.next().zero_()"
         )
+
+    def reset(self) -> None:
+        """Not possible while workers collect.
+
+        Raises:
+            CollectorStateError: always; says what to use instead.
+        """
+        raise CollectorStateError(
+            "workers can't be told to reset: set_seed() starts all envs over, and "
+            "reset_at_each_iter=True resets them before each rollout"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of every collector.
+
+        With TorchRL's envs there are also "worker0" and so on, as in the state of TorchRL's
+        collectors. They have ``"policy_version"`` and ``"policy_state_dict"`` of this collector.
+        """
+        state = super().state_dict()
+        if not self._session.layout.is_torchrl:
+            return state
+        shared = {
+            name: state[name] for name in ("policy_version", "policy_state_dict") if name in state
+        }
+        workers = sorted(self._session.pool.worker_ids)
+        return {**state, **{f"worker{worker_id}": dict(shared) for worker_id in workers}}
+
+    # Rollouts of other trainers.
 
     def hand_over(
         self, timeout_s: float | None = None, *, keep_s: float = 60.0
@@ -242,39 +250,16 @@ class RPCDataCollector(WorkerAccess):
         self._check_hands_over("hand_over")
         keep_s = checks.plain(keep_s)
         checks.seconds(f"keep_s={keep_s!r}", keep_s)
-        self._enter()
-        if self._is_over():
-            self._leave()
-            raise StopIteration
-        return self._refer(timeout_s, keep_s)
-
-    @timed
-    def _refer(self, timeout_s: float | None, keep_s: float) -> RolloutReference:
-        """See :meth:`hand_over`."""
-        try:
-            self._publish_automatically()
-            reference, number = self._session.hand_over(
-                self._limit_s(timeout_s), keep_s, self._progress.claimed
-            )
-        except WorkerError:
-            exit_if_requested()
-            self.shutdown()
-            raise
-        header, pool = reference.header, self._session.pool
-        lag = pool.lag(header.worker_id, header.policy_version[0])
-        lags = [[(lag, header.num_frames)]]
-        pool.deliveries.note(number, [header.worker_id], lags, {})
-        before = self._progress
-        then = self._after(Collected(TensorDict(), [header], _stats_of(lags), number))
-        if (ready := before.ready) is not None and ready.then.claimed == before.claimed:
-            # Taken over, and the buffer's extend() raised: nobody else has it.
-            then = replace(then, ready=replace(ready, then=then))
-        return self._referred(reference, then)
-
-    def _referred(self, reference: RolloutReference, then: Progress) -> RolloutReference:
-        """The reference, which is the caller's with this very return."""
-        # Nothing is called from here on, so no signal is handled before the caller has it.
-        self._progress, self._caller = then, None
+        flow, session = self._flow, self._session
+        with self._ended_by_errors(), flow:
+            if flow.is_over():
+                raise StopIteration
+            reference = session.hand_over(flow.limit_s(timeout_s), keep_s, flow.workers)
+            header = reference.header
+            lag = session.pool.lag(header.worker_id, header.policy_version[0])
+            lags = [(lag, header.num_frames)]
+            self._stats_recorder.delivered([(header.worker_id, lags)])
+            flow.count([header], stats_of([lags]))
         return reference
 
     def take_over(self, reference: RolloutReference, timeout_s: float | None = None) -> TensorDict:
@@ -305,30 +290,21 @@ class RPCDataCollector(WorkerAccess):
             raise ArgumentTypeError(
                 f"take_over({reference!r}): must be what another trainer's hand_over() gave"
             )
-        self._enter()
-        self._fetch(reference, timeout_s)
-        try:
-            return self._hand_out()
-        except BaseException:
-            self._leave()
-            raise
-
-    @timed
-    def _fetch(self, reference: RolloutReference, timeout_s: float | None) -> None:
-        """Have the batch of another trainer's rollout ready."""
-        self._stats_recorder.switch_to("transfer")
-        rollouts = [self._session.handover_receiver.take(reference, self._limit_s(timeout_s))]
-        self._stats_recorder.switch_to("assemble")
-        batch = self._assembled(reference.layout, rollouts)
-        newest = self._session.pool.version
-        lags = count_lags(
-            batch,
-            rollouts,
-            lambda _, version: max(0, newest - version),
-            self._options.mask_above,
-        )
-        shaped = self._options.batch_format.shaped(batch, reference.layout)
-        self._finish(shaped, replace(self._progress, lag=_stats_of(lags)))
+        session, flow = self._session, self._flow
+        with flow:
+            self._stats_recorder.switch_to("transfer")
+            rollouts = [session.handover_receiver.take(reference, flow.limit_s(timeout_s))]
+            self._stats_recorder.switch_to("assemble")
+            rows = session.assembled(reference.layout, rollouts)
+            newest = session.pool.version
+            lags = count_lags(
+                rows,
+                rollouts,
+                lambda _, version: max(0, newest - version),
+                self._options.mask_above,
+            )
+            # None where the batch went to the replay buffer.
+            return cast("TensorDict", flow.give(rows, reference.layout, stats_of(lags)))
 
     def _check_hands_over(self, method: str) -> None:
         self._check_delivers()
@@ -403,54 +379,16 @@ class RPCDataCollector(WorkerAccess):
             for worker_id, weights in policy_or_weights.items():
                 push = self.update_policy_weights_(weights, worker_ids=worker_id, wait=wait)
             return push
-        self._unpublished = None  # the user knows what to call
+        self._session.unpublished = None  # the user knows what to call
         # A version that is sent to no worker would be unknown to workers that join later.
         self._session.workers.await_enough()
-        with self._stats_recorder.publishing():
+        with self._publishing():
             push = self._session.publisher.publish(
-                policy_or_weights, worker_ids, self._progress.workers
+                policy_or_weights, worker_ids, self._flow.workers
             )
             if wait and push is not None:
                 self._session.wait_for(push)
         return push
-
-    def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        self._check_open()
-        seed, static_seed = checked_seed(seed), bool(static_seed)
-        unused = self._session.unused_seed(seed)
-
-        def note() -> None:
-            self._seed = seed, static_seed
-            self._drop_trajectories()
-
-        self._session.seed(seed, static_seed=static_seed, note=note)
-        if self._layout.is_torchrl:
-            # What TorchRL's collector returns, which seeds its envs one after the other.
-            num_envs = self._layout.num_envs * self._options.num_to_start
-            return seed if static_seed else next_seed(seed, num_envs)
-        return unused
-
-    def _call(
-        self,
-        method: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        worker_ids: WorkerIds,
-        timeout_s: float,
-    ) -> dict[int, list[Any]]:
-        return self._session.remote_calls.call(method, args, kwargs, worker_ids, timeout_s)
-
-    def _evaluate(
-        self,
-        num_episodes: int,
-        worker_ids: WorkerIds,
-        deterministic: bool,
-        seed: int | None,
-        timeout_s: float,
-    ) -> Evaluation:
-        return self._session.remote_calls.evaluate(
-            num_episodes, worker_ids, deterministic, seed, timeout_s
-        )
 
     @property
     def evaluations(self) -> list[Evaluation]:
@@ -462,11 +400,6 @@ class RPCDataCollector(WorkerAccess):
         by_call, in_background = super()._newest_evaluation(), self.evaluations[-1:]
         candidates = in_background if by_call is None else [by_call, *in_background]
         return max(candidates, key=lambda each: int(each.policy_version.max()), default=None)
-
-    def _resume(
-        self, version: int, first_traj_id: int, frames: int, count: Callable[[], None]
-    ) -> None:
-        self._session.resume(version, first_traj_id, frames, count)
 
     def shutdown(
         self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
@@ -485,7 +418,3 @@ class RPCDataCollector(WorkerAccess):
 RPCCollector = RPCDataCollector
 DistributedCollector = RPCDataCollector
 DistributedDataCollector = RPCDataCollector
-
-
-def _stats_of(lags: Sequence[Sequence[tuple[int, int]]]) -> LagStats:
-    return LagStats.of([count for counts in lags for count in counts])

@@ -3,27 +3,39 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
+from tensordict import TensorDict
+
+from distcollect.collectors import pickling
 from distcollect.collectors.finalizer import Finalizer, close_first_at_exit, forgotten_closings
+from distcollect.collectors.flow import Backend, Collected, Hooks
 from distcollect.collectors.unpublished import UnpublishedChanges
 from distcollect.collectors.worker_options import WorkerOptions
-from distcollect.common.seeding import Stream, env_seed
+from distcollect.common import signals
+from distcollect.common.seeding import Stream, env_seed, next_seed
 from distcollect.errors import BatchTimeout, WorkerLost
-from distcollect.launch.preemption import exit_if_requested
+from distcollect.launch.cpu_placement import num_cores
 from distcollect.policy.weight_layout import published
-from distcollect.pool.deliveries import Delivery
 from distcollect.pool.handover import HandoverReceiver, RolloutReference
-from distcollect.pool.pool import Pool
-from distcollect.pool.publisher import Publisher
+from distcollect.pool.policy_lag import count_lags
+from distcollect.pool.pool import Delivery, Pool
+from distcollect.pool.publisher import Publisher, WorkerIds
 from distcollect.pool.remote_calls import RemoteCalls, evaluators
 from distcollect.pool.worker_slots import BatchPlan
+from distcollect.results import Evaluation, LagStats, Stats, WorkerState
+from distcollect.rollout.assemble import assemble
+from distcollect.rollout.header import Rollout
 from distcollect.rollout.layout import Layout
 from distcollect.roster.manager import Workers
 from distcollect.telemetry.recorder import StatsRecorder
 from distcollect.transport.peer_ids import identity
 from distcollect.transport.worker_service import WorkerInfo
+from distcollect.weights.broadcast import NoUpdater
 from distcollect.weights.push_handle import PushHandle
 from distcollect.weights.sender import WeightSender
 from distcollect.weights.updaters import UpdaterContext
@@ -35,21 +47,16 @@ _ENVS_PER_TRAINER = 1 << 24
 CLOSING_LIMIT_S = 60.0
 
 
-class Session:
-    """The workers of one collector and all that drives them, from start to :meth:`close`.
+class Session(Backend):
+    """The workers of one collector and all that drives them, from start to :func:`stop`.
 
     Attributes:
         workers: starts, watches and replaces the worker processes.
         pool: requests rollouts from the workers, and sends them weights in the right order.
         updater: moves weights to the workers.
         publisher: makes new versions of the weights.
-        remote_calls: calls methods of the envs, and has workers evaluate.
         evaluators: have some workers evaluate in the background; None: there are none.
         handover_receiver: fetches rollouts that another trainer handed over.
-        layout: of a worker's rollouts.
-        frames_per_batch: frames in each batch: rounded up for TorchRL's envs.
-        has_weights: whether the policy has weights that can be published.
-        unpublished: notices changes of the weights, until some are published.
     """
 
     def __init__(
@@ -68,7 +75,10 @@ class Session:
         # A collector that was dropped just now may still have the workers of the launch.
         forgotten_closings(options.fault_limits.stop_timeout_s + CLOSING_LIMIT_S)
         plans = options.pickled_plans(traces=traces)
+        self.hooks = Hooks(options.pre_collect_hook, options.post_collect_hook)
+        self.publishing_outdates = options.sync or options.staleness is not None
         self._options = options
+        self._stats_recorder = stats_recorder
         self.updater = options.updater
         self.workers = Workers(
             options.num_to_start,
@@ -82,19 +92,19 @@ class Session:
         if options.placer is not None:
             close_first_at_exit()
         try:
-            self._connect(stats_recorder)
+            self._connect()
         except BaseException:
             # Not on this thread: an exception may have broken off what it did, and may do so again.
             Finalizer(self, self.workers.close, CLOSING_LIMIT_S)()
             raise
 
-    def _connect(self, stats_recorder: StatsRecorder) -> None:
+    def _connect(self) -> None:
         """Build what drives the workers, and have the workers' manager report to the pool."""
         options, workers = self._options, self.workers
         probe: WorkerInfo = next(iter(workers.worker_infos.values()))
         timeout_s = options.fault_limits.weights_timeout_s
-        self.layout: Layout = probe.layout
-        self.has_weights = bool(probe.weights.entries)
+        self.layout = probe.layout
+        self._has_weights = bool(probe.weights.entries)
         num_envs = self.layout.num_envs
         self._num_steps = options.num_steps(num_envs, rounds_up=probe.layout.is_torchrl)
         self.frames_per_batch = self._num_steps * num_envs * options.rollouts_per_batch
@@ -120,7 +130,7 @@ class Session:
             self._batch_plan(),
             staleness=options.staleness,
             failure_sink=workers,
-            stats_recorder=stats_recorder,
+            stats_recorder=self._stats_recorder,
         )
         self.publisher = Publisher(
             self.pool,
@@ -132,9 +142,10 @@ class Session:
             gpus=workers.gpus,
             evaluating=options.evaluating,
         )
-        own = published(options.policy, options.named_models)
-        self.unpublished = UnpublishedChanges(own, probe.weights)
-        self.remote_calls = RemoteCalls(self.pool, self.publisher.selected, workers.ends)
+        if not (options.update_at_each_batch or isinstance(options.updater, NoUpdater)):
+            own = published(options.policy, options.named_models)
+            self.unpublished = UnpublishedChanges(own, probe.weights)
+        self._remote_calls = RemoteCalls(self.pool, self.publisher.selected, workers.ends)
         self.evaluators = evaluators(self.pool, options.evaluation, options.evaluating)
         self.handover_receiver = HandoverReceiver(workers.transport)
         workers.attach(self.pool)
@@ -157,28 +168,105 @@ class Session:
             first_env=identity().trainer * _ENVS_PER_TRAINER,
         )
 
-    # Run.
+    @property
+    def policy_version(self) -> int:
+        return self.pool.version
 
-    def gather(self, timeout_s: float, claimed: int) -> Delivery:
-        """The rollouts of the next batch, in the order of worker_id.
+    @property
+    def policy(self) -> Any:
+        return self._options.policy
+
+    def snapshot(self, known: Stats) -> Stats:
+        states = {worker_id: state.value for worker_id, state in self.workers.states.items()}
+        if known.ended:
+            states = dict.fromkeys(states, WorkerState.LEFT.value)
+        return self._stats_recorder.snapshot(
+            replace(
+                known,
+                sync=self._options.sync,
+                has_weights=self._has_weights,
+                num_cores=num_cores() if self.workers.are_near else 0,
+            ),
+            states=states,
+            ready=self.pool.num_ready,
+            ledger=self.pool.ledger,
+        )
+
+    # Rollouts.
+
+    def collect(self, timeout_s: float, last: Sequence[int]) -> Collected:
+        self._publish_automatically(last)
+        delivery = self._gather(timeout_s)
+        try:
+            headers = [rollout.header for rollout in delivery.rollouts]
+            batch = self.assembled(self.layout, delivery.rollouts)
+            limit = self._options.mask_above
+            lags = count_lags(batch, delivery.rollouts, self.pool.lag, limit)
+        except BaseException:
+            self.pool.given_up(delivery, "given_up")
+            raise
+
+        def settle(cause: str | None) -> None:
+            if cause is not None:
+                self.pool.given_up(delivery, cause)
+                return
+            masked: Counter[int] = Counter()
+            if limit is not None:
+                for header, counts in zip(headers, lags, strict=True):
+                    masked[header.worker_id] += sum(n for lag, n in counts if lag > limit)
+            self.pool.delivered(delivery, lags, masked)
+
+        return Collected(batch, headers, stats_of(lags), settle)
+
+    def _gather(self, timeout_s: float) -> Delivery:
+        """The rollouts of the next batch.
 
         Where workers come and go by themselves, it waits for others once all have left.
-
-        Args:
-            timeout_s: seconds to wait.
-            claimed: number of the last delivery that the user has.
-
-        Raises:
-            BatchTimeout: not all rollouts came in time; names the workers waited for.
-            DistCollectError: the run can't go on.
         """
         while True:
             self.workers.await_enough()
             try:
-                return self.pool.deliveries.get(timeout_s, claimed)
+                return self.pool.get(timeout_s)
             except BatchTimeout:
                 if not self.workers.is_elastic or self.workers.num_present:
                     raise
+
+    def _publish_automatically(self, last: Sequence[int]) -> None:
+        if self._options.update_at_each_batch and last:
+            with self._stats_recorder.publishing():
+                self.publisher.publish_own(last, sync=self._options.sync)
+
+    def assembled(self, layout: Layout, rollouts: Sequence[Rollout]) -> TensorDict:
+        """Return a batch of these rollouts, for :meth:`.BatchFormat.shaped`."""
+        return assemble(
+            layout,
+            rollouts,
+            mask=self._options.has_mask,
+            compact=self._options.compact_obs,
+            device=self._options.devices.storing,
+            shape=self._options.batch_format.shape(layout, rollouts),
+        )
+
+    def hand_over(self, timeout_s: float, keep_s: float, last: Sequence[int]) -> RolloutReference:
+        """Return a reference to the next rollout, which its worker keeps for ``keep_s`` seconds.
+
+        ``last``, Raises: as for :meth:`collect`.
+        """
+        self._publish_automatically(last)
+        request = self.pool.hand_over(timeout_s, keep_s)
+        return RolloutReference(
+            identity().trainer,
+            identity().run_id,
+            request.known_header,
+            self.layout,
+            request.slot.peer,
+            self.workers.transport.address_of(request.slot.peer),
+            request.key,
+            request.held,
+            request.tensors,
+        )
+
+    # What the user asks for between two batches.
 
     def wait_for(self, push: PushHandle) -> None:
         """Wait until it is known of every worker whether it has the weights.
@@ -190,63 +278,55 @@ class Session:
         try:
             push.wait()
         except WorkerLost:
-            exit_if_requested()
+            signals.check()
             # A worker that joins later starts with these weights.
             if not self.workers.is_elastic:
                 raise
 
-    def hand_over(
-        self, timeout_s: float, keep_s: float, claimed: int
-    ) -> tuple[RolloutReference, int]:
-        """A reference to the next rollout, which its worker keeps for ``keep_s`` seconds.
+    def set_hooks(self, hooks: Hooks) -> None:
+        pickled = pickling.pickled_hooks(hooks.pre_collect, hooks.post_collect)
+        self.hooks = hooks
+        self.pool.set_hooks(pickled, self._options.fault_limits.batch_timeout_s)
 
-        Returns:
-            The reference, and the number of the delivery.
-
-        Raises: as :meth:`gather`.
-        """
-        delivery = self.pool.deliveries.hand_over(timeout_s, keep_s, claimed)
-        [request] = delivery.requests
-        reference = RolloutReference(
-            identity().trainer,
-            identity().run_id,
-            request.known_header,
-            self.layout,
-            request.slot.peer,
-            self.workers.transport.address_of(request.slot.peer),
-            request.key,
-            request.held,
-            request.tensors,
-        )
-        return reference, delivery.number
-
-    def unused_seed(self, seed: int) -> int:
-        """A seed that none of the envs uses if all workers get ``seed``."""
+    def seed(self, seed: int, static_seed: bool) -> int:
         num_slots = max(self.pool.worker_ids, default=-1) + 1
+        as_torchrl = self.layout.is_torchrl
+        timeout_s = self._options.fault_limits.batch_timeout_s
+        self.pool.seed(seed, static_seed, as_torchrl=as_torchrl, timeout_s=timeout_s)
+        if as_torchrl:
+            # What TorchRL's collector returns, which seeds its envs one after the other.
+            num_envs = self.layout.num_envs * self._options.num_to_start
+            return seed if static_seed else next_seed(seed, num_envs)
         return env_seed(seed, self.layout.num_envs * num_slots, stream=Stream.NEXT_COLLECTOR)
 
-    def seed(self, seed: int, *, static_seed: bool, note: Callable[[], None]) -> None:
-        """Seed all workers.
+    def call(
+        self,
+        method: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        worker_ids: WorkerIds,
+        timeout_s: float,
+    ) -> dict[int, list[Any]]:
+        return self._remote_calls.call(method, args, kwargs, worker_ids, timeout_s)
 
-        ``note`` is called when the seed counts, also for workers that join later.
+    def evaluate(
+        self,
+        num_episodes: int,
+        worker_ids: WorkerIds,
+        deterministic: bool,
+        seed: int | None,
+        timeout_s: float,
+    ) -> Evaluation:
+        return self._remote_calls.evaluate(num_episodes, worker_ids, deterministic, seed, timeout_s)
 
-        Raises:
-            DeadlineError, WorkerError: see :meth:`.Pool.seed`.
-        """
+    def resume(self, version: int, first_traj_id: int, frames: int) -> None:
         timeout_s = self._options.fault_limits.batch_timeout_s
-        as_torchrl = self.layout.is_torchrl
-        self.pool.seed(seed, static_seed, as_torchrl=as_torchrl, timeout_s=timeout_s, note=note)
+        self.pool.resume(version, identity().resume(first_traj_id), frames, timeout_s)
 
-    def set_hooks(self, hooks: bytes, note: Callable[[], None]) -> None:
-        """Have all workers call these hooks; see :meth:`.Pool.set_hooks`."""
-        self.pool.set_hooks(hooks, self._options.fault_limits.batch_timeout_s, note)
 
-    def resume(
-        self, version: int, first_traj_id: int, frames: int, note: Callable[[], None]
-    ) -> None:
-        """Continue the counts of another run; see :meth:`.Pool.resume`."""
-        timeout_s = self._options.fault_limits.batch_timeout_s
-        self.pool.resume(version, identity().resume(first_traj_id), frames, timeout_s, note)
+def stats_of(lags: Sequence[Sequence[tuple[int, int]]]) -> LagStats:
+    """Return the summary of each rollout's pairs (lag, frames)."""
+    return LagStats.of([count for counts in lags for count in counts])
 
 
 def stop(pool: Pool, workers: Workers) -> None:

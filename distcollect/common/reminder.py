@@ -8,6 +8,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from distcollect.common import signals
+from distcollect.common.signals import WAKEUP_INTERVAL_S
+
 # Workers usually start in less.
 FIRST_S = 10.0
 
@@ -54,10 +57,12 @@ def wait_for(
     """
     reminder = Reminder(time.monotonic())
     deadline = reminder.began + timeout_s
-    while not changed.wait_for(is_done, min(reminder.at, deadline) - time.monotonic()):
+    while not is_done():
+        signals.check()
         now = time.monotonic()
         if now >= deadline:
             return False
         if reminder.is_due(now):
             remind(now - reminder.began)
+        changed.wait(min(reminder.at - now, deadline - now, WAKEUP_INTERVAL_S))
     return True

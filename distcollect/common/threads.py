@@ -1,8 +1,7 @@
-"""Threads that start once, or do one job after the other."""
+"""Threads that do one job, or one after the other."""
 
 from __future__ import annotations
 
-import _thread
 import logging
 import queue
 import threading
@@ -11,7 +10,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
-from distcollect.common.replies import Reply, answer
+from distcollect.common.replies import answer
 
 T = TypeVar("T")
 
@@ -31,33 +30,6 @@ def run_aside(function: Callable[..., object], *args: object) -> threading.Threa
         function(*args)
         return None
     return thread
-
-
-class SingleThread:
-    """A daemon thread that starts once, however often :meth:`start` is called or interrupted."""
-
-    def __init__(self, target: Callable[[], object], name: str) -> None:
-        """Prepare the thread; it is to run ``target``."""
-        self._thread = threading.Thread(target=target, name=name, daemon=True)
-        self._only_one = threading.Lock()
-
-    def start(self) -> None:
-        """Start it, if it was neither started nor prevented. Doesn't wait until it runs."""
-        # Thread.start() waits for a condition, which an exception such as Ctrl-C's may break.
-        _thread.start_new_thread(self._start, ())
-
-    def _start(self) -> None:
-        if self._only_one.acquire(blocking=False):
-            self._thread.start()
-
-    def prevent(self) -> bool:
-        """Let it never start; returns whether it was not started before."""
-        return self._only_one.acquire(blocking=False)
-
-    @property
-    def is_current(self) -> bool:
-        """Whether the calling thread is this one."""
-        return threading.current_thread() is self._thread
 
 
 class SerialThread:
@@ -87,14 +59,11 @@ class SerialThread:
         self._jobs.put(partial(answer, future, call))
         return future
 
-    def ask(self, function: Callable[..., T], *args: Any) -> Reply[T]:
-        """As :meth:`submit`, for the user's thread: one call in C hands the job over."""
-        reply: Reply[T] = Reply()
-        self._jobs.put(partial(answer, reply, function, *args))
-        return reply
-
     def put(self, job: Callable[[], object]) -> None:
-        """As :meth:`ask`, without an answer: if the job raises, that is logged."""
+        """As :meth:`submit`, without an answer: if the job raises, that is logged.
+
+        It is one call in C, which takes no lock of Python's: a finalizer may call it anywhere.
+        """
         self._jobs.put(job)
 
     def close(self) -> None:
@@ -102,13 +71,8 @@ class SerialThread:
         self._jobs.put(None)
 
     @property
-    def is_alive(self) -> bool:
-        """Whether it still does jobs."""
-        return self._thread.is_alive()
-
-    @property
     def is_current(self) -> bool:
-        """Whether the calling thread is this one."""
+        """Return True if the calling thread is this one."""
         return threading.current_thread() is self._thread
 
     def _run(self) -> None:

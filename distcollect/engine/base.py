@@ -100,6 +100,10 @@ class EngineBase(ABC):
         self._interrupts.stop()
         self._env_recovery.stop()
 
+    def wake(self) -> None:
+        """Have the running :meth:`collect` raise between two steps what a signal asked for."""
+        self._interrupts.wake()
+
     def preempt(self, number: int | None = None) -> None:
         """Make a rollout end between two steps, after at least one step.
 

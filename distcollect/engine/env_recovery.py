@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from distcollect.common.backoff import backoff_s
-from distcollect.common.replies import Reply
+from distcollect.common.replies import Reply, arrives
 from distcollect.common.seeding import Stream, env_seed
 from distcollect.common.step_counter import StepCounter
 from distcollect.engine.interrupts import Stopped
@@ -89,7 +89,7 @@ class EnvRecovery:
             if num_faults > self._max_faults or not self._envs.can_rebuild(fault.rows[0]):
                 raise _final_error(error, num_faults - 1)
             self._warn(error.message, num_faults)
-            if self._stopped.arrives(_delay_s(num_faults)):
+            if arrives(self._stopped, _delay_s(num_faults)):
                 raise Stopped
             try:
                 self._envs.rebuild(fault.rows, self._new_seeds(fault.rows))

@@ -7,6 +7,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
+from distcollect.common import signals
+
 
 class Stopped(Exception):
     """Collection was ended by :meth:`~distcollect.engine.engine.Engine.stop`."""
@@ -47,6 +49,12 @@ class Interrupts:
         self._jobs: deque[Callable[[], None]] = deque()
         self._lock = threading.Lock()  # of all three
 
+    def wake(self) -> None:
+        """Have the next :meth:`handle` raise what a signal asked for; for its handler."""
+        # Without the lock, which the thread may hold that the handler runs on. If this is
+        # overwritten, the handler of Ctrl-C does it again.
+        self.pending = True
+
     def stop(self) -> None:
         """Make the running or next :meth:`handle` raise :class:`Stopped`."""
         with self._lock:
@@ -82,7 +90,6 @@ class Interrupts:
         with self._lock:
             self._number = self._number + 1 if number is None else number
             if self._phase is not Phase.STOPPED:
-                # Not IDLE if a Ctrl-C met the end of the rollout before.
                 is_preempted = self._number == self._preempted
                 self._phase = Phase.ENDING if is_preempted else Phase.COLLECTING
             self._update()
@@ -99,7 +106,9 @@ class Interrupts:
 
         Raises:
             Stopped: see :meth:`stop`.
+            KeyboardInterrupt, Interrupted: a signal came, see :func:`.signals.check`.
         """
+        signals.check()
         if self._phase is Phase.STOPPED:
             raise Stopped
         self.run_jobs()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
-import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -12,9 +10,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from distcollect.common.clock import clock_ns
-from distcollect.common.replies import WAKEUP_INTERVAL_S, Reply, answer
-from distcollect.common.threads import SerialThread
-from distcollect.errors import CollectorStateError, DeadlineError, EnvError
+from distcollect.common.replies import Reply
+from distcollect.errors import EnvError
 from distcollect.pool.pool_commands import (
     AwaitTaken,
     Collect,
@@ -42,16 +39,9 @@ from distcollect.transport.worker_service import WorkerService
 
 T = TypeVar("T")
 
-# Handling an event takes microseconds; this is for a process that gets no processor time.
-_EVENT_TIMEOUT_S = 120.0
-
 
 class EventLoop:
-    """The pool's only lock, the queue of its events, and a thread that handles the user's.
-
-    An exception can be raised in the user's thread in any line, by Ctrl-C. So that thread never
-    enters the core: it hands its events over by :meth:`ask`, and waits for the answer. Our own
-    threads handle their events themselves, by :meth:`post`.
+    """The pool's only lock, the queue of its events, and the execution of commands.
 
     Attributes:
         lock: protects the core. It is reentrant, as an answer may come before the call that asks
@@ -80,9 +70,6 @@ class EventLoop:
         """
         self.lock = threading.RLock()
         self._is_draining = False
-        self._thread = SerialThread("distcollect-pool")
-        # For a pool that is never closed.
-        weakref.finalize(self, self._thread.close).atexit = False
         self._core = core
         self._transport = transport
         self._failure_sink = failure_sink
@@ -127,41 +114,13 @@ class EventLoop:
             with self.lock:
                 self._drain()
 
-    def ask(self, event: Callable[..., T], *args: Any) -> Reply[T]:
-        """Have the core handle an event of the user's thread, and answer what that returns."""
-        return self.begin(answer, event, *args)
-
-    def begin(self, event: Callable[..., None], *args: Any) -> Reply[Any]:
-        """As :meth:`ask`, for an event that answers itself, at once or later.
-
-        It gets the reply before its other arguments.
-        """
-        reply: Reply[Any] = Reply()
-        self._thread.put(partial(self.post, _begin, reply, event, *args))
-        return reply
-
     def do(self, event: Callable[..., T], *args: Any) -> T:
-        """As :meth:`ask`, and wait: an event takes no time, as it waits for nothing itself.
-
-        Raises:
-            CollectorStateError: the event loop was closed before.
-            DeadlineError: the event was not handled in time.
-        """
-        reply = self.ask(event, *args)
-        deadline = time.monotonic() + _EVENT_TIMEOUT_S
-        while not reply.arrives(WAKEUP_INTERVAL_S):
-            if not self._thread.is_alive and not reply.done():
-                raise CollectorStateError("the collector was shut down")
-            if time.monotonic() >= deadline:
-                raise DeadlineError(
-                    f"the pool did not handle a request of this thread within "
-                    f"{_EVENT_TIMEOUT_S:g} s: the process gets no processor time; try again"
-                )
-        return reply.result()
-
-    def close(self) -> None:
-        """End the thread, once it has handled the events that it was given."""
-        self._thread.close()
+        """Have the core handle an event of the user's thread now; return what that returns."""
+        with self.lock:
+            try:
+                return event(*args)
+            finally:
+                self._drain()
 
     def _drain(self) -> None:
         """Execute all commands and handle all events, one after the other.
@@ -172,7 +131,7 @@ class EventLoop:
         """
         commands, events = self._core.commands, self._events
         failure: Exception | None = None
-        while events and not self._is_draining:
+        while (commands or events) and not self._is_draining:
             self._is_draining = True
             try:
                 while commands or events:
@@ -321,12 +280,3 @@ def _then(answer: PendingAnswer, callback: Callable[[Any, Any], None], about: ob
         answer.then(callback, about)
     else:
         answer.add_done_callback(partial(callback, about))
-
-
-def _begin(reply: Reply[Any], event: Callable[..., None], *args: Any) -> None:
-    try:
-        event(reply, *args)
-    except Exception as error:
-        if reply.done():
-            raise
-        reply.set_exception(error)

@@ -13,7 +13,7 @@ last header are "at most" those of the rollouts that were requested from it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from distcollect.results import Frames, LedgerReport
@@ -114,15 +114,6 @@ class Ledger:
         if process.ended:
             self._forget(worker_id, incarnation)
 
-    def take_back(self, worker_id: int, incarnation: int, sequence: int, num_frames: int) -> None:
-        """A rollout that was delivered did not reach the user: it waits again."""
-        key = worker_id, incarnation
-        process = self._processes.get(key)
-        if process is None:  # it had ended, and all of its frames were settled
-            process = self._processes[key] = _Process(ended=True)
-        process.account.delivered -= num_frames
-        process.waiting[sequence] = num_frames
-
     def lose(self, worker_id: int, incarnation: int, sequence: int, cause: str) -> None:
         """The user will never have a rollout. KeyError as for :meth:`deliver`."""
         process = self._processes[worker_id, incarnation]
@@ -160,19 +151,13 @@ class Ledger:
         account.lost[cause] += account.stepped - known
         self._forget(worker_id, incarnation)
 
-    def report(self, on_their_way: Iterable[tuple[int, int]] = ()) -> LedgerReport:
-        """Where all frames went, as far as is known now.
-
-        ``on_their_way``: worker_id and number of frames of rollouts that were delivered, but which
-        the user does not have yet; these frames are still open.
-        """
+    def report(self) -> LedgerReport:
+        """Where all frames went, as far as is known now."""
         accounts: dict[int, _Account] = {}
         for worker_id, past in self._past.items():
             accounts.setdefault(worker_id, _Account()).add(past)
         for (worker_id, _), process in self._processes.items():
             accounts.setdefault(worker_id, _Account()).add(process.account)
-        for worker_id, num_frames in on_their_way:
-            accounts[worker_id].delivered -= num_frames
         total = _Account()
         for account in accounts.values():
             total.add(account)

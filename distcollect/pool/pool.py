@@ -12,7 +12,6 @@ lock, hands one event at a time to the core, and executes the commands after eac
 parts; each knows only those below it, and all from PoolCore on are pure::
 
     Pool            what the collector, the supervision and the sender of weights call
-      Deliveries    the batches on their way to the user
       EventLoop     the lock, the queue of events, and the execution of commands
     PoolCore        what the user waits for, and what may be fetched
       Scheduler     which worker is asked next, and which rollout is delivered next
@@ -22,35 +21,36 @@ parts; each knows only those below it, and all from PoolCore on are pure::
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import secrets
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from distcollect.common.replies import WAKEUP_INTERVAL_S, Replies, Wakeup
+from distcollect.common import signals
 from distcollect.common.seeding import process_seeds
+from distcollect.common.signals import Wakeup
 from distcollect.config import Staleness
 from distcollect.errors import (
+    BatchTimeout,
     CollectorStateError,
     DeadlineError,
     DistCollectError,
     WorkerError,
     WorkerLost,
 )
-from distcollect.launch.preemption import exit_if_requested
-from distcollect.pool.deliveries import Deliveries
 from distcollect.pool.event_loop import EventLoop
-from distcollect.pool.pool_commands import Deliver
+from distcollect.pool.pool_commands import Deliver, Wanted
 from distcollect.pool.pool_core import PoolCore
+from distcollect.pool.requests import origin
 from distcollect.pool.setup_calls import SetupArguments, SetupCall
-from distcollect.pool.worker_slots import BatchPlan, WorkerSlot
+from distcollect.pool.worker_slots import BatchPlan, RolloutRequest, RolloutState, WorkerSlot
 from distcollect.results import LedgerReport, WorkerThroughput
+from distcollect.rollout.header import Rollout
 from distcollect.roster.interfaces import FailureSink
 from distcollect.telemetry.recorder import StatsRecorder
 from distcollect.transport.protocol import Transport
@@ -65,14 +65,29 @@ T = TypeVar("T")
 _TAKE_BACK_S = 2.0
 
 
+@dataclass(eq=False)
+class Delivery:
+    """The rollouts of a batch on their way to the user.
+
+    They are in the ledger once :meth:`Pool.delivered` or :meth:`Pool.given_up` is called with it.
+
+    Attributes:
+        requests: of the rollouts.
+        rollouts: the rollouts, in the order of their workers' ids; empty for a reference.
+    """
+
+    requests: Sequence[RolloutRequest]
+    rollouts: list[Rollout]
+
+
+def _wait(is_done: Callable[[], bool], timeout_s: float, wakeup: Wakeup) -> bool:
+    return wakeup.wait_until(is_done, timeout_s)
+
+
 class Pool:
     """Collects rollouts from workers, and sends weights before it requests rollouts.
 
-    The user's thread hands every change over to the event loop, and waits for the result: an
-    exception in that thread, in whatever line, changes nothing here.
-
     Attributes:
-        deliveries: the batches, for the user's thread.
         version: policy_version of the newest publication.
         on_weights: called with worker_id and version when a worker has joined and when it has
             acknowledged new weights; without the pool's lock.
@@ -87,6 +102,7 @@ class Pool:
         failure_sink: FailureSink,
         staleness: Staleness | None = None,
         stats_recorder: StatsRecorder | None = None,
+        wait: Callable[[Callable[[], bool], float, Wakeup], bool] = _wait,
     ) -> None:
         """Collect what ``plan`` says from the workers that :meth:`join` names.
 
@@ -97,6 +113,8 @@ class Pool:
             failure_sink: is told of workers that failed, or that owe nothing more and may leave.
             staleness: which frames are too old, and what becomes of them.
             stats_recorder: what to count in; None: counts are not kept.
+            wait: by which the user's threads wait until something is so, for so many seconds at
+                most; the pool rings when it may be so. It returns whether it is so.
         """
         self.version = 0
         self.on_weights: Callable[[int, int], None] = lambda *_: None
@@ -104,6 +122,8 @@ class Pool:
         self._plan = plan
         self._failure_sink = failure_sink
         self._stats_recorder = stats_recorder or StatsRecorder()
+        self._wait = wait
+        self._waiting: list[Wakeup] = []  # of the user's threads
         self._core = PoolCore(plan, staleness, lambda: secrets.token_hex(8), sender.acknowledged)
         self._loop = EventLoop(
             self._core,
@@ -114,11 +134,8 @@ class Pool:
             wake_user=self._wake_user,
         )
         self._lock = self._loop.lock
-        self._all_taken = Wakeup()  # close() waits for it
-        self._all_set_up = Wakeup()  # who makes a setup call waits for it
-        self._some_serve = Wakeup()  # who needs any worker waits for it
+        self._delivery: Delivery | None = None  # for the user's thread
         self._failure: BaseException | None = None
-        self.deliveries = Deliveries(plan, self._core, self._loop, self._stats_recorder, self._end)
         sender.on_acknowledged = self._acknowledged
         sender.on_left_out = self._left_out
         sender.on_pushed = self._stats_recorder.pushed
@@ -148,17 +165,13 @@ class Pool:
         Raises:
             DistCollectError: the run has ended.
         """
-        deadline = time.monotonic() + timeout_s
-        while not (present := self.present):
-            exit_if_requested()
-            self._check()
-            remaining = deadline - time.monotonic()
+
+        def are_present() -> bool:
             with self._lock:
-                some_come = self._core.slots.some_collect_or_will
-            if remaining <= 0 or not some_come:
-                break
-            self._some_serve.wait(min(remaining, WAKEUP_INTERVAL_S))
-        return present
+                return bool(self.present or not self._core.slots.some_collect_or_will)
+
+        self._await(are_present, timeout_s)
+        return self.present
 
     @property
     def acknowledged(self) -> dict[int, int]:
@@ -168,36 +181,14 @@ class Pool:
     @property
     def stale_frames(self) -> dict[int, int]:
         """Frames that were given up or masked as too stale, by worker_id."""
-        return self._look(self._read_stale_frames)
-
-    def _read_stale_frames(self) -> dict[int, int]:
-        self.deliveries.count()
-        return self._core.requests.stale_frames.copy()
+        with self._lock:
+            return self._core.requests.stale_frames.copy()
 
     @property
     def ledger(self) -> LedgerReport:
-        """Where all frames went. The user has the frames that it has claimed.
-
-        See :meth:`.Deliveries.claim`.
-        """
-        return self._look(self._read_ledger)
-
-    def _read_ledger(self) -> LedgerReport:
-        self.deliveries.count()
-        return self._core.requests.ledger_without(self.deliveries.on_their_way)
-
-    def _look(self, read: Callable[[], T]) -> T:
-        """Read something after all that this thread handed over before."""
-        if not self._core.closed:
-            with contextlib.suppress(CollectorStateError):  # it was closed meanwhile
-                return self._loop.do(read)
+        """Where all frames went."""
         with self._lock:
-            return read()
-
-    @property
-    def stamp(self) -> object:
-        """Changes with all that decides whether a rollout may still be delivered."""
-        return self._core.stamp
+            return self._core.requests.ledger
 
     @property
     def paces(self) -> dict[int, WorkerThroughput]:
@@ -250,16 +241,39 @@ class Pool:
         with self._lock:
             if self._failure is None:
                 self._failure = error
-            self._loop.post(self.deliveries.end)
+        self._wake_user()
         self._sender.expect_nobody()
 
-    def _deliver(self, command: Deliver) -> None:
-        self.deliveries.deliver(command)
-
     def _wake_user(self) -> None:
-        self._all_taken.ring()
-        self._all_set_up.ring()
-        self._some_serve.ring()
+        for wakeup in list(self._waiting):
+            wakeup.ring()
+
+    def _await(self, is_done: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait on the user's thread until ``is_done()``; False if it is not in time.
+
+        Raises:
+            DistCollectError: the run has ended.
+            KeyboardInterrupt, Interrupted: a signal came.
+        """
+        self._wait_until(lambda: is_done() or self._end() is not None, timeout_s)
+        if is_done():
+            return True
+        self._check()
+        return False
+
+    def _wait_until(self, is_done: Callable[[], bool], timeout_s: float) -> None:
+        if is_done():
+            return
+        wakeup = Wakeup()
+        self._waiting.append(wakeup)
+        try:
+            self._wait(is_done, timeout_s, wakeup)
+        finally:
+            self._waiting.remove(wakeup)
+
+    def _check_open(self) -> None:
+        if self._core.closed:
+            raise CollectorStateError("the collector was shut down")
 
     def _check(self) -> None:
         """Raise what ended the run, if anything did."""
@@ -277,6 +291,121 @@ class Pool:
         error = copy.copy(self._failure)
         error.__cause__ = self._failure.__cause__
         return error
+
+    # Batches.
+
+    def get(self, timeout_s: float) -> Delivery:
+        """Wait for the rollouts of the next batch.
+
+        In sync mode they are fresh, one of every worker. A worker collects once it has the newest
+        weights that were sent to it. The share of one that is missing falls to the others. In async
+        mode it is the next rollout of whichever worker; all go on collecting meanwhile.
+
+        Args:
+            timeout_s: seconds to wait.
+
+        Raises:
+            BatchTimeout: not all within ``timeout_s``; names the workers waited for.
+            DistCollectError: the run can't go on.
+        """
+        return self._gather(Wanted.ALL if self._plan.sync else Wanted.NEXT, timeout_s)
+
+    def hand_over(self, timeout_s: float, keep_s: float) -> RolloutRequest:
+        """Return the next rollout of whichever worker, for another trainer; async mode only.
+
+        Its worker keeps it for ``keep_s``. It counts as delivered once it was taken, else as lost:
+        by "not_taken", "worker_lost" or "shut_down". If the only rollouts are some that were
+        fetched for :meth:`get`, it is one of these, and delivered.
+
+        Returns:
+            The request. Its ``key`` opens the rollout on its worker; if it was fetched before, its
+            ``tensors`` are here.
+
+        Raises: as :meth:`get`.
+        """
+        delivery = self._gather(Wanted.REFERENCE, timeout_s, keep_s)
+        [request] = delivery.requests
+        if request.state is RolloutState.DELIVERED:
+            self._loop.do(self._core.settle_delivered, delivery.requests, None)
+        return request
+
+    def _gather(self, wanted: Wanted, timeout_s: float, keep_s: float = 0.0) -> Delivery:
+        signals.check()
+        try:
+            self._loop.do(self._want, wanted, keep_s)
+            rest_s = timeout_s
+            if self._plan.deadline_s is not None and self._plan.deadline_s < timeout_s:
+                rest_s -= self._plan.deadline_s
+                if not self._await(self._is_there, self._plan.deadline_s):
+                    # Then the workers deliver what they have.
+                    self._loop.do(self._core.end_early)
+            self._await(self._is_there, rest_s)
+        except BaseException:
+            delivery, _ = self._loop.do(self._cancel)
+            if delivery is not None:
+                self.given_up(delivery, "given_up")
+            raise
+        delivery, awaited = self._loop.do(self._cancel)
+        if delivery is None:
+            raise BatchTimeout(
+                f"no batch within {timeout_s:g} s; waited for {awaited}. "
+                "Faults(batch_timeout_s=...) gives them longer"
+            )
+        self._stats_recorder.switch_to("assemble")
+        return delivery
+
+    def _is_there(self) -> bool:
+        return self._delivery is not None
+
+    def _want(self, wanted: Wanted, keep_s: float) -> None:
+        self._check()
+        if wanted is not Wanted.REFERENCE:
+            self._stats_recorder.batch_requested(self._core.requests.num_waiting)
+        self._core.batch_wanted(wanted, keep_s)
+
+    def _deliver(self, command: Deliver) -> None:
+        rollouts = []
+        if command.wanted is not Wanted.REFERENCE:
+            taken = [request.take_rollout() for request in command.requests]
+            rollouts = sorted(taken, key=lambda rollout: origin(rollout.header))
+        self._delivery = Delivery(command.requests, rollouts)
+        self._wake_user()
+
+    def _cancel(self) -> tuple[Delivery | None, str]:
+        """The user waits no longer; return the batch if it came, or else whom it waited for."""
+        delivery, self._delivery = self._delivery, None
+        awaited = "" if delivery is not None else self._core.awaited
+        if delivery is None:
+            self._core.batch_cancelled()
+        return delivery, awaited
+
+    def delivered(
+        self,
+        delivery: Delivery,
+        lags: Sequence[Sequence[tuple[int, int]]],
+        masked: Mapping[int, int],
+    ) -> None:
+        """The user has a batch.
+
+        Args:
+            delivery: the batch.
+            lags: of each rollout, pairs (lag, frames).
+            masked: maps a worker_id to how many of its frames are masked as too stale.
+
+        Raises:
+            CollectorStateError: its frames are lost, as the pool was closed meanwhile.
+        """
+        worker_ids = [rollout.header.worker_id for rollout in delivery.rollouts]
+        with self._lock:
+            self._check_open()
+            self._stats_recorder.delivered(zip(worker_ids, lags, strict=True))
+            for worker_id, num_frames in masked.items():
+                self._core.requests.stale_frames[worker_id] += num_frames
+            self._loop.do(self._core.settle_delivered, delivery.requests, None)
+
+    def given_up(self, delivery: Delivery, cause: str) -> None:
+        """The user will not have a batch; its frames are lost by ``cause``."""
+        self._loop.do(self._core.settle_delivered, delivery.requests, cause)
 
     # Weights.
 
@@ -323,14 +452,12 @@ class Pool:
         *,
         as_torchrl: bool = False,
         timeout_s: float,
-        note: Callable[[], None] = lambda: None,
     ) -> None:
         """Seed every worker; its next rollout starts with a reset.
 
         Env i of all gets the i-th seed drawn from ``seed``, or with ``static_seed`` all the same;
         ``as_torchrl``: the seeds that TorchRL's collectors draw.
-        Rollouts from before are given up. ``note`` is called when nothing can fail any more here,
-        and all that follows is up to the workers.
+        Rollouts from before are given up.
 
         Raises:
             DeadlineError: some took no seed in time; names them.
@@ -343,7 +470,7 @@ class Pool:
             incarnation = slot.incarnation
             return process_seeds(seed, envs, incarnation, static=static_seed, as_torchrl=as_torchrl)
 
-        self._call_all(WorkerService.seed, lambda: seeds, timeout_s, note)
+        self._call_all(WorkerService.seed, lambda: seeds, timeout_s)
 
     def resume(
         self,
@@ -351,7 +478,6 @@ class Pool:
         first_traj_id: int,
         frames: int,
         timeout_s: float,
-        note: Callable[[], None] = lambda: None,
     ) -> None:
         """Go on where another run was.
 
@@ -361,7 +487,6 @@ class Pool:
             first_traj_id: all of its traj_ids are below; this run's start here.
             frames: that it delivered; they count as requested.
             timeout_s: for the workers to answer.
-            note: as for :meth:`seed`.
 
         Raises:
             DeadlineError: some did not in time; names them.
@@ -376,47 +501,39 @@ class Pool:
             request = ResumeRequest(newest, first_traj_id, generation)
             return lambda _: (request,)
 
-        self._call_all(WorkerService.resume, renumber, timeout_s, note)
+        self._call_all(WorkerService.resume, renumber, timeout_s)
 
-    def set_hooks(self, hooks: bytes, timeout_s: float, note: Callable[[], None]) -> None:
+    def set_hooks(self, hooks: bytes, timeout_s: float) -> None:
         """Have every worker call these hooks from now on; rollouts from before are given up.
 
         Args:
             hooks: see :meth:`.WorkerService.set_hooks`.
             timeout_s: for the workers to answer.
-            note: as for :meth:`seed`.
 
         Raises:
             DeadlineError: some did not in time; names them.
             WorkerError: one of them could not unpickle the hooks.
         """
-        self._call_all(WorkerService.set_hooks, lambda: lambda _: (hooks,), timeout_s, note)
+        self._call_all(WorkerService.set_hooks, lambda: lambda _: (hooks,), timeout_s)
 
     def _call_all(
         self,
         method: Callable[..., Any],
         prepare: Callable[[], SetupArguments],
         timeout_s: float,
-        note: Callable[[], None],
     ) -> None:
         """Have all workers called, and wait for the answers of those that are there.
 
         If waiting ends by an exception, the workers are called nevertheless.
         """
-        deadline = time.monotonic() + timeout_s
-        call = self._loop.do(self._begin_setup_call, method, prepare, note)
-        while call.late:
-            exit_if_requested()
-            self._check()
-            remaining = deadline - time.monotonic()
-            if remaining <= 0:
-                late = sorted(slot.worker_id for slot in list(call.late))
-                raise DeadlineError(
-                    f"workers {late} did not take the call {method.__name__!r} within "
-                    f"{timeout_s:g} s: they finish the step that they are in first; "
-                    "Faults(batch_timeout_s=...) gives longer"
-                )
-            self._all_set_up.wait(min(remaining, WAKEUP_INTERVAL_S))
+        call = self._loop.do(self._begin_setup_call, method, prepare)
+        if not self._await(lambda: not call.late, timeout_s):
+            late = sorted(slot.worker_id for slot in list(call.late))
+            raise DeadlineError(
+                f"workers {late} did not take the call {method.__name__!r} within "
+                f"{timeout_s:g} s: they finish the step that they are in first; "
+                "Faults(batch_timeout_s=...) gives longer"
+            )
         if call.errors:
             raise call.errors[0]
 
@@ -424,27 +541,9 @@ class Pool:
         self,
         method: Callable[..., Any],
         prepare: Callable[[], SetupArguments],
-        note: Callable[[], None],
     ) -> SetupCall:
         self._check()
-        call = self._core.setup_call_begun(method, prepare())
-        note()
-        return call
-
-    def call_workers(
-        self,
-        method: Callable[..., Future[T]],
-        arguments: Mapping[int, Sequence[Any]],
-    ) -> Replies[int, T]:
-        """Call a method of several workers' services, for the user's thread.
-
-        Args:
-            method: of the service.
-            arguments: maps the worker_id of each worker to the arguments for it.
-        """
-        return self._loop.do(
-            lambda: Replies({w: self.call(w, method, *args) for w, args in arguments.items()})
-        )
+        return self._core.setup_call_begun(method, prepare())
 
     def call(
         self,
@@ -464,19 +563,10 @@ class Pool:
         return answer
 
     def close(self) -> None:
-        """Request nothing more; the user's thread is woken with an error."""
+        """Request nothing more; the user's threads that wait get an error."""
         if self._core.closed:
             return
         self._loop.do(self._core.closing)
-        end = time.monotonic() + _TAKE_BACK_S
-        while self._core.requests.kept and (remaining := end - time.monotonic()) > 0:
-            self._all_taken.wait(min(remaining, WAKEUP_INTERVAL_S))
-        self._loop.do(self._close)
-        self._loop.close()
+        self._wait_until(lambda: not self._core.requests.kept, _TAKE_BACK_S)
+        self._loop.do(self._core.close)
         self._sender.close()
-
-    def _close(self) -> None:
-        self.deliveries.count()
-        self.deliveries.take_back("shut_down")
-        self._core.close()
-        self.deliveries.end()

@@ -88,7 +88,6 @@ class PoolCore:
         self.slots = WorkerSlots(plan.reserved)
         drops = staleness is not None and staleness.mode != "mask"
         self._max_lag = staleness.max_policy_lag if staleness is not None and drops else None
-        self._limits_lag = plan.sync or staleness is not None
         self._pacer: Pacer | None = None
         if staleness is not None and staleness.mode == "pace" and not (plan.sync or plan.in_turn):
             self._pacer = Pacer(staleness.max_policy_lag, self.versions)
@@ -121,11 +120,6 @@ class PoolCore:
         if plan.sync:
             return SyncScheduler(*parts)
         return InTurnScheduler(*parts) if plan.in_turn else Scheduler(*parts)
-
-    @property
-    def stamp(self) -> object:
-        """Changes with all that decides whether a rollout may still be delivered."""
-        return self.versions.generation if self._limits_lag else 0, self._setup_calls.num_begun
 
     # Events: workers come and go.
 
@@ -177,7 +171,7 @@ class PoolCore:
             version: its policy_version.
             frames: the number of frames that it delivered; they count as requested.
         """
-        # The state may be loaded again, if the first time was interrupted.
+        # The state may be loaded again, if the first time failed.
         self.requests.frames_asked += frames - self._resumed_frames
         self._resumed_frames = frames
         self.versions.publish(version, self.slots.worker_ids)
@@ -310,36 +304,23 @@ class PoolCore:
             self.requests.give_up_all()
         self.wanted = self._chosen = None
 
-    def may_deliver_again(self, requests: Sequence[RolloutRequest], wanted: Wanted) -> bool:
-        """Return True if rollouts that were delivered, but did not reach the user, may be given.
+    def settle_delivered(self, requests: Sequence[RolloutRequest], cause: str | None) -> None:
+        """The user has these rollouts, which were delivered; or they are lost by ``cause``.
 
-        They must be what the user would get now: not from before a seed, and no older than the
-        weights that were sent since then allow.
+                Those that are kept for other trainers have their own fate; a cause says that the user does
+        not get the reference.
         """
-        is_reference = any(request.state is RolloutState.REFERRED for request in requests)
-        if is_reference != (wanted is Wanted.REFERENCE):
-            return False
-        max_lag = 0 if self._plan.sync else self._max_lag
-        return all(
-            request.generation == self.requests.generation
-            and (
-                max_lag is None or self.versions.lag(request.worker_id, request.version) <= max_lag
-            )
-            for request in requests
-        )
-
-    def take_back(self, requests: Sequence[RolloutRequest], cause: str) -> None:
-        """Rollouts that were delivered did not reach the user, and are lost by ``cause``.
-
-        Of those that are kept for other trainers, the references did not reach the user.
-        """
+        if self.closed:
+            return  # they are lost with all others
         for request in requests:
             if request.state is RolloutState.DELIVERED:
-                self.requests.take_back(request, cause)
+                self.requests.settle_delivered(request, cause)
                 continue
+            # Nobody gets the reference to it, so that another one is to be collected.
             self.requests.ask_again()
             if request.state is RolloutState.REFERRED:
                 self.commands.append(TakeBack(request))
+        self._decide()
 
     def end_early(self) -> None:
         """Have the workers that collect for this batch, now or later, deliver what they have."""

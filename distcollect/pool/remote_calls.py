@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
-from distcollect.common.replies import Replies
+from distcollect.common.replies import missing
 from distcollect.common.seeding import Stream, env_seed, shares
 from distcollect.config import EvaluationWorkers
 from distcollect.errors import ArgumentTypeError, DeadlineError, WorkerLost
@@ -60,9 +60,10 @@ class RemoteCalls:
         _check_can_be_pickled(method, args, kwargs)
         known = self._ends.known()
         called = self._called(worker_ids)
-        answers = self._pool.call_workers(
-            WorkerService.call_envs, dict.fromkeys(called, (method, args, kwargs, timeout_s))
-        )
+        answers = {
+            w: self._pool.call(w, WorkerService.call_envs, method, args, kwargs, timeout_s)
+            for w in called
+        }
         absent = _lost(answers)
         what = f"call({method!r})"
         # A worker whose envs take longer than timeout_s is ended, and how it ended says more.
@@ -108,19 +109,12 @@ class RemoteCalls:
             limit_s = max(0.0, deadline - time.monotonic())
             # If workers are lost, others play their episodes in the next round, with other seeds.
             first = len(parts) << 16
-            requests = {
-                w: EvaluationRequest(
-                    share,
-                    deterministic,
-                    None if seed is None else env_seed(seed, first + w, stream=Stream.EVALUATION),
-                    limit_s,
-                )
-                for w, share in zip(selected, shares(owed, len(selected)), strict=True)
-                if share
-            }
-            answers = self._pool.call_workers(
-                WorkerService.evaluate, {w: (request,) for w, request in requests.items()}
-            )
+            answers = {}
+            for w, share in zip(selected, shares(owed, len(selected)), strict=True):
+                if share:
+                    own = _own_seed(seed, first + w)
+                    request = EvaluationRequest(share, deterministic, own, limit_s)
+                    answers[w] = self._pool.call(w, WorkerService.evaluate, request)
             absent = _lost(answers)
             # The workers keep that deadline too, and their own errors say more.
             _await("evaluate()", answers, limit_s, _ANSWER_S, _meanwhile(lost))
@@ -129,6 +123,10 @@ class RemoteCalls:
             lost += [f"worker {w}: {message_of(end.error)}" for w, end in ends.items()]
             parts += _answered(answers, ends, all_of_them=worker_ids is not None).values()
         return Evaluation.joined(parts)
+
+
+def _own_seed(seed: int | None, number: int) -> int | None:
+    return None if seed is None else env_seed(seed, number, stream=Stream.EVALUATION)
 
 
 def _check_can_be_pickled(method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -144,7 +142,7 @@ def _check_can_be_pickled(method: str, args: tuple[Any, ...], kwargs: dict[str, 
 
 def _await(
     what: str,
-    answers: Replies[int, Any],
+    answers: Mapping[int, Future[Any]],
     timeout_s: float,
     grace_s: float,
     meanwhile: str = "",
@@ -154,25 +152,25 @@ def _await(
     Raises:
         DeadlineError: some were not there after ``timeout_s`` and ``grace_s``; names the workers.
     """
-    if late := answers.missing(timeout_s + grace_s):
+    if late := missing(answers, timeout_s + grace_s):
         raise DeadlineError(
             f"workers {late} did not answer {what} within {timeout_s:g} s; timeout_s=... gives "
             f"longer, worker_ids=... leaves them out{meanwhile}"
         )
 
 
-def _lost(answers: Replies[int, Any]) -> set[int]:
-    """The workers that are known not to answer, as they are gone."""
-    return {w for w, error in answers.errors().items() if isinstance(error, WorkerLost)}
+def _lost(answers: Mapping[int, Future[Any]]) -> set[int]:
+    """Return the workers that are known not to answer, as they are gone."""
+    return {w for w, a in answers.items() if a.done() and isinstance(a.exception(), WorkerLost)}
 
 
 def _answered(
-    answers: Replies[int, T], ends: Mapping[int, WorkerEnd], *, all_of_them: bool
+    answers: Mapping[int, Future[T]], ends: Mapping[int, WorkerEnd], *, all_of_them: bool
 ) -> dict[int, T]:
     """The workers' answers, by worker_id; without lost workers, unless ``all_of_them``."""
     answered: dict[int, T] = {}
     lost = _lost(answers)
-    for worker_id, answer in answers.by_key.items():
+    for worker_id, answer in answers.items():
         if worker_id not in lost:
             answered[worker_id] = answer.result()
         elif all_of_them:

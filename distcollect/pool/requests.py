@@ -8,7 +8,7 @@ commands.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from math import ceil
 
@@ -281,19 +281,20 @@ class Requests:
             self._become(request, _R.REFERRED)
         else:
             self._become(request, _R.DELIVERED)
-            self._ledger.deliver(*origin(request.known_header))
         if self._pacer is not None:
             self._pacer.delivered(request)
         if self._plan.in_turn:
             self._slots.take_turn(request.slot)
             self._slots.refresh(request.slot)
 
-    def take_back(self, request: RolloutRequest, cause: str) -> None:
-        """One that was delivered did not reach the user; it is lost by ``cause``."""
-        header = request.known_header
+    def settle_delivered(self, request: RolloutRequest, cause: str | None) -> None:
+        """The user has one that was delivered; or it is lost by ``cause``, before that."""
+        key = origin(request.known_header)
+        if cause is None:
+            self._ledger.deliver(*key)
+            return
         request.state = _R.GIVEN_UP
-        self._ledger.take_back(*origin(header), header.num_frames)
-        self._ledger.lose(*origin(header), cause)
+        self._ledger.lose(*key, cause)
         self.ask_again()
 
     def ask_again(self) -> None:
@@ -384,13 +385,10 @@ class Requests:
 
     # What is known.
 
-    def ledger_without(self, on_their_way: Iterable[RolloutRequest]) -> LedgerReport:
-        """Where all frames went, if the user does not have these delivered rollouts yet."""
-        return self._ledger.report(
-            (request.slot.worker_id, request.known_header.num_frames)
-            for request in on_their_way
-            if request.state is _R.DELIVERED
-        )
+    @property
+    def ledger(self) -> LedgerReport:
+        """Where all frames went."""
+        return self._ledger.report()
 
     @property
     def paces(self) -> dict[int, WorkerThroughput]:

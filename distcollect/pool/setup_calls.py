@@ -39,11 +39,7 @@ class SetupCall:
 
 
 class SetupCalls:
-    """The setup calls of a pool.
-
-    Attributes:
-        num_begun: how many there were.
-    """
+    """The setup calls of a pool."""
 
     def __init__(self, slots: WorkerSlots, commands: Callable[[Command], None]) -> None:
         """Start without any.
@@ -52,7 +48,6 @@ class SetupCalls:
             slots: the workers.
             commands: called with each command.
         """
-        self.num_begun = 0
         self._slots = slots
         self._commands = commands
         self._newest: dict[Callable[..., Any], SetupCall] = {}
@@ -66,7 +61,6 @@ class SetupCalls:
         call = SetupCall(method, arguments, self._newest.get(method))
         owed = [(slot, arguments(slot)) for slot in self._slots if slot.is_staying]
         self._newest[method] = call
-        self.num_begun += 1
         for slot, values in owed:
             if method in slot.setup_calls:
                 slot.setup_calls.pop(method)[0].late.discard(slot)

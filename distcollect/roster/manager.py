@@ -12,14 +12,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
+from distcollect.common import signals
 from distcollect.common.reminder import Reminder
-from distcollect.common.replies import WAKEUP_INTERVAL_S
+from distcollect.common.signals import WAKEUP_INTERVAL_S
 from distcollect.config import Faults
 from distcollect.engine.pickled_plan import PickledPlan
 from distcollect.errors import CollectorStateError, DeadlineError, WorkerError
 from distcollect.launch.open_hosts import open_hosts
 from distcollect.launch.placement import PlacerSettings
-from distcollect.launch.preemption import exit_if_requested
 from distcollect.results import WorkerState
 from distcollect.roster.interfaces import MembershipObserver
 from distcollect.roster.lifecycle import EXIT_TIMEOUT_S, Lifecycle
@@ -213,9 +213,7 @@ class Workers:
             "waiting up to %g s for workers: %d there, %d wanted",
             *(limit_s, status.num_present, least),
         )
-        if not self._wait_until(
-            lambda: status.num_present >= least, limit_s, (exit_if_requested, self._check_start)
-        ):
+        if not self._wait_until(lambda: status.num_present >= least, limit_s, self._check_start):
             raise DeadlineError(
                 f"waited {limit_s:g} s for workers to join at {self.address}: "
                 f"{status.num_present} of at least {least} (Faults.min_workers) are there; "
@@ -223,13 +221,13 @@ class Workers:
             )
 
     def _wait_until(
-        self, is_done: Callable[[], bool], limit_s: float, checks: Sequence[Callable[[], None]] = ()
+        self, is_done: Callable[[], bool], limit_s: float, check: Callable[[], None] = lambda: None
     ) -> bool:
-        """Wait up to ``limit_s``, False if it took longer; ``checks`` may raise meanwhile."""
+        """Wait up to ``limit_s``, False if it took longer; ``check`` may raise meanwhile."""
         deadline = time.monotonic() + limit_s
         while True:
-            for check in checks:
-                check()
+            signals.check()
+            check()
             with self._status.lock:
                 if is_done():
                     return True
@@ -253,7 +251,7 @@ class Workers:
             self.await_enough()
         remaining = max(0.0, deadline - time.monotonic())
         # The other elastic workers join later.
-        in_time = self._wait_until(self._have_started, remaining, [self._check_start])
+        in_time = self._wait_until(self._have_started, remaining, self._check_start)
         if not in_time and not self.is_elastic:
             missing = [w for w in status.states if w not in status.worker_infos]
             names = f"workers {missing}" if missing else "a worker"

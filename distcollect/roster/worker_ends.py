@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from distcollect.common.replies import WAKEUP_INTERVAL_S, Wakeup
+from distcollect.common.signals import Wakeup
 from distcollect.errors import DistCollectError
 
 
@@ -51,15 +50,14 @@ class WorkerEnds:
         A worker is lost before it is known how it ended. Waits for that up to ``timeout_s``, and
         returns without the ends that are not known by then.
         """
-        deadline = time.monotonic() + timeout_s
-        while True:
+
+        def new() -> dict[int, WorkerEnd]:
             ends = self.known()
-            new = {
+            return {
                 worker_id: end
                 for worker_id in worker_ids
                 if (end := ends.get(worker_id)) is not None and end is not known.get(worker_id)
             }
-            remaining = deadline - time.monotonic()
-            if len(new) == len(worker_ids) or remaining <= 0:
-                return new
-            self._changed.wait(min(remaining, WAKEUP_INTERVAL_S))
+
+        self._changed.wait_until(lambda: len(new()) == len(worker_ids), timeout_s)
+        return new()

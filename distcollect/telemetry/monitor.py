@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from distcollect.common.threads import SingleThread
 from distcollect.config import Monitor
 from distcollect.errors import ArgumentError, ArgumentTypeError
 from distcollect.results import Stats
@@ -81,7 +80,7 @@ class MonitorThread:
         self._latest: Callable[[], Stats | None] = lambda: None
         self._last: Stats | None = None
         self._final: Stats | None = None
-        self._thread = SingleThread(self._run, "distcollect-monitor")
+        self._thread = threading.Thread(target=self._run, name="distcollect-monitor", daemon=True)
         self._lock = threading.Lock()
         self._end = threading.Event()
         self._ended = threading.Event()
@@ -135,17 +134,14 @@ class MonitorThread:
     @property
     def is_current(self) -> bool:
         """Whether this is called on the thread, by a writer."""
-        return self._thread.is_current
+        return self._thread is threading.current_thread()
 
     def begin(self, latest: Callable[[], Stats | None]) -> None:
-        """The first batch is requested. ``latest`` gives snapshots, or None if there are none.
-
-        If an exception such as Ctrl-C breaks that off, call it again: it never starts two threads.
-        """
-        self._latest = latest
-        if self._writers and not self._closed:
-            self._thread.start()
-        self._begun = True
+        """The first batch is requested. ``latest`` gives snapshots, or None if there are none."""
+        with self._lock:
+            self._latest, self._begun = latest, True
+            if self._writers and not self._closed:
+                self._thread.start()
 
     def close(self, last: Stats | None) -> None:
         """Pass on the last snapshot, if there is one, and end. A second call does nothing."""
@@ -157,7 +153,7 @@ class MonitorThread:
         self._end.set()
         # This may run on the thread itself: a callback may shut its collector down, and a collector
         # without references may be finalized on any thread.
-        if self._thread.prevent() or self.is_current:
+        if self._thread.ident is None or self.is_current:
             self._finish()
         elif not self._ended.wait(_JOIN_TIMEOUT_S):
             log.warning(
@@ -177,7 +173,6 @@ class MonitorThread:
     # What follows runs on the thread.
 
     def _run(self) -> None:
-        self._begun = True  # also if begin() was interrupted
         try:
             self._pass_on()
         except Exception:

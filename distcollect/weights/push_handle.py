@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Sequence
 
-from distcollect.common.replies import WAKEUP_INTERVAL_S, Wakeup
+from distcollect.common.signals import Wakeup
 from distcollect.errors import DistCollectError, WeightsTimeout
 
 
@@ -80,15 +79,11 @@ class PushHandle:
             WorkerError: no worker could receive the weights; WorkerLost if they are gone.
         """
         limit = self._timeout_s if timeout_s is None else timeout_s
-        deadline = time.monotonic() + limit
-        while waited_for := self._waited_for():
-            remaining = deadline - time.monotonic()
-            if remaining <= 0:
-                raise WeightsTimeout(
-                    f"version {self.version} is not acknowledged by workers {waited_for} "
-                    f"after {limit:g} s; Faults(weights_timeout_s=...) gives them longer"
-                )
-            self._changed.wait(min(remaining, WAKEUP_INTERVAL_S))
+        if not self._changed.wait_until(lambda: not self._waited_for(), limit):
+            raise WeightsTimeout(
+                f"version {self.version} is not acknowledged by workers {self._waited_for()} "
+                f"after {limit:g} s; Faults(weights_timeout_s=...) gives them longer"
+            )
         left_out = self.left_out
         if self.worker_ids and not self.acknowledged and left_out:
             # Without the frames of an earlier raise, which its traceback keeps alive.

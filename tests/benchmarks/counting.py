@@ -51,6 +51,6 @@ def run_counting(seconds: float, *, name: str) -> Values:
     given = arguments(WORKLOADS[name])
     with SyncDataCollector(**given) as counting, SyncDataCollector(**given) as other:
         other._stats_recorder = _NoStatsRecorder()
-        other._engine.step_timer = _NoStepTimer(WORKLOADS[name].num_envs)
+        other._backend.engine.step_timer = _NoStepTimer(WORKLOADS[name].num_envs)
         ratio, pairs = ratio_of_pairs(counting.next, other.next, seconds, clock=time.thread_time)
     return {"cpu_ratio": ratio, "pairs": pairs}

@@ -13,7 +13,7 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, cast
@@ -58,17 +58,6 @@ class _Offer:
         return Reply.of([])
 
     def decline(self) -> None: ...
-
-
-class _CallingThread:
-    """Stands in for the pool's thread: does each job on the thread that hands it over."""
-
-    is_alive = True
-
-    def put(self, job: Callable[[], object]) -> None:
-        job()
-
-    def close(self) -> None: ...
 
 
 class _Simulation:
@@ -179,8 +168,6 @@ class _Run:
             failure_sink=self.simulation,
             staleness=staleness,
         )
-        if not has_threads:
-            self.pool._loop._thread = cast("Any", _CallingThread())
         self._peers = itertools.count(1)
         self._peer_of: dict[int, int] = {}  # by worker_id
         for worker_id in range(num_workers):
@@ -196,15 +183,10 @@ class _Run:
 
     def collect(self, num_batches: int) -> None:
         """Get batches as a collector does."""
-        number = 0
         for _ in range(num_batches):
-            delivery = self.pool.deliveries.get(_LIMIT_S, number)
-            number = delivery.number
-            worker_ids = [rollout.header.worker_id for rollout in delivery.rollouts]
-            lags = [[(0, _NUM_STEPS)]] * len(worker_ids)
-            self.pool.deliveries.note(number, worker_ids, lags, {})
+            delivery = self.pool.get(_LIMIT_S)
+            self.pool.delivered(delivery, [[(0, _NUM_STEPS)]] * len(delivery.rollouts), {})
             del delivery
-        self.pool.deliveries.claim(number)
 
     def close(self) -> None:
         self.pool.close()

@@ -26,8 +26,8 @@ from helpers.paths import ROOT
 from helpers.programs import run_python
 
 import distcollect as dc
+from distcollect.common import signals
 from distcollect.integrations.torchrl.arguments import translated
-from distcollect.launch import preemption
 
 PACKAGE_LOG = logging.getLogger("distcollect")
 DOCS = resources.files("distcollect") / "docs"
@@ -161,7 +161,7 @@ def test_its_code_runs(
         exec(compile(code, str(PAGES[name]), "exec", dont_inherit=True), namespace)
         if "main" in namespace:
             namespace.pop("main")()
-    preemption.stop_watching()  # the signals that a Checkpoint handles
+    signals.stop_watching()  # the signals that a Checkpoint handles
     assert not marked.left()
     if name == "videos.md":  # of two evaluations; the second one begins later than at episode 5
         videos = sorted((tmp_path / "videos").glob("worker0-0-episode-*.mp4"))

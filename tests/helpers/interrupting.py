@@ -1,15 +1,16 @@
-"""Raises an exception at every line that a call executes in this package, one line after the other.
+"""Sends Ctrl-C at every line that a call executes in this package, one line after the other.
 
-A signal's handler runs between two bytecodes of the main thread, so Ctrl-C can raise in any line.
+A signal's handler runs between two bytecodes of the main thread, so Ctrl-C can come in any line.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dis
+import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -23,6 +24,8 @@ _LIBRARY = {
     contextlib.__file__,
     str(Path(threading.__file__).parent / "concurrent" / "futures" / "_base.py"),
 }
+# Within which Ctrl-C that came is raised.
+_SOON_S = 30
 # If this is set, every line is tried, not a sample; see CONTRIBUTING.md.
 ALL_LINES = "DISTCOLLECT_TEST_ALL_LINES"
 
@@ -33,12 +36,14 @@ class LineTracer:
     Attributes:
         num_lines: the lines that were traced so far.
         where: the file, line and function of the line at which ``act`` was called.
+        frame: of that line, while ``act`` is called.
     """
 
     def __init__(self, at: int, act: Callable[[], object], *, under: str = _PACKAGE) -> None:
         """``under``: the start of the paths of the files whose lines count."""
         self.num_lines = 0
         self.where = ""
+        self.frame: FrameType | None = None
         self._at = at
         self._act = act
         self._under = under
@@ -67,78 +72,50 @@ class LineTracer:
         return self._line if is_ours else None
 
     def _line(self, frame: FrameType, event: str, arg: object) -> Any:
-        if event == "line" and frame.f_lasti not in _without_signals(frame.f_code):
+        if event == "line":
             self.num_lines += 1
             if self.num_lines == self._at:
                 code = frame.f_code
                 self.where = f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
                 sys.settrace(None)
-                self._act()
+                self.frame = frame
+                try:
+                    self._act()
+                finally:
+                    self.frame = None
         return self._line
-
-
-_known: dict[CodeType, frozenset[int]] = {}
-
-
-def _without_signals(code: CodeType) -> frozenset[int]:
-    """Where lines begin at which Python handles no signal, as offsets of bytecodes.
-
-    It handles signals after a call, on entering a function and on jumping back. So it handles none
-
-    - before it calls ``__exit__`` at the end of a ``with`` block: with a lock that is one call in
-      C, after which the lock is free;
-    - between an assignment to an attribute and a return of a variable or constant that follows it.
-    """
-    if code not in _known:
-        found = list(dis.get_instructions(code))
-        _known[code] = frozenset(
-            first.offset
-            for index, first in enumerate(found)
-            if _calls_exit(found[index:])
-            or (index and _returns_at_once(found[index - 1 : index + 2]))
-        )
-    return _known[code]
-
-
-def _returns_at_once(found: Sequence[dis.Instruction]) -> bool:
-    before, *rest = (instruction.opname for instruction in found)
-    return (
-        before == "STORE_ATTR"
-        and len(rest) == 2
-        and rest[0].startswith(("LOAD_FAST", "LOAD_CONST"))
-        and rest[1] == "RETURN_VALUE"
-    )
-
-
-def _calls_exit(found: Sequence[dis.Instruction]) -> bool:
-    while found[0].opname in ("SWAP", "POP_BLOCK", "ROT_TWO"):
-        found = found[1:]
-    if [i.opname for i in found[:3]] == ["LOAD_CONST", "DUP_TOP", "DUP_TOP"]:  # Python 3.10
-        return (found[3].opname, found[3].arg) == ("CALL_FUNCTION", 3)
-    return [(i.opname, i.argval) for i in found[:3]] == [("LOAD_CONST", None)] * 3 and any(
-        "CALL" in i.opname and i.arg == 2 for i in found[3:5]
-    )
-
-
-def interrupt() -> None:
-    raise KeyboardInterrupt
 
 
 def interrupted_at(
     at: int, call: Callable[[], object], *, under: str = _PACKAGE
 ) -> tuple[bool, LineTracer]:
-    """Call ``call`` and raise KeyboardInterrupt at its ``at``-th line; ``under``: see LineTracer.
+    """Call ``call`` and send Ctrl-C at its ``at``-th line; ``under``: see LineTracer.
+
+    It is raised within the call, or at the latest soon after it.
 
     Returns:
-        Whether it was interrupted, and the tracer. If not, the call has fewer lines.
+        Whether it came, and the tracer. If not, the call has fewer lines.
     """
-    tracer = LineTracer(at, interrupt, under=under)
+
+    def ctrl_c() -> None:
+        handler = signal.getsignal(signal.SIGINT)
+        assert callable(handler)
+        handler(signal.SIGINT, tracer.frame)  # as Python does
+
+    tracer = LineTracer(at, ctrl_c, under=under)
+    # What is sent again later is for after the call.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
-        with tracer.tracing():
-            call()
+        try:
+            with tracer.tracing():
+                call()
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+        if tracer.where:
+            time.sleep(_SOON_S)
     except KeyboardInterrupt:
         return True, tracer
-    assert not tracer.where, f"the exception at {tracer.where} was swallowed"
+    assert not tracer.where, f"Ctrl-C at {tracer.where} was swallowed"
     return False, tracer
 
 

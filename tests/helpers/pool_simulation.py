@@ -9,10 +9,8 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 
-from distcollect.common.replies import Reply
 from distcollect.config import Staleness
 from distcollect.errors import BatchTimeout, DeadlineError, DistCollectError, WorkerLost
 from distcollect.pool.pool import Pool
@@ -30,35 +28,9 @@ FLAT = torch.zeros(16, dtype=torch.uint8)
 
 def taken(pool: Pool, timeout_s: float) -> list[Rollout]:
     """The rollouts of the next batch, which the user has then."""
-    delivery = pool.deliveries.get(timeout_s)
-    rollouts = delivery.rollouts
-    pool.deliveries.claim(delivery.number)
-    return rollouts
-
-
-class CallingThread:
-    """Stands in for the pool's thread: does each job on the thread that hands it over."""
-
-    is_alive = True
-
-    def put(self, job: Callable[[], object]) -> None:
-        job()
-
-    def close(self) -> None: ...
-
-
-def wait_by(
-    monkeypatch: pytest.MonkeyPatch, pool: Pool, wait: Callable[[float, Reply[Any]], object]
-) -> None:
-    """Have the user's thread call ``wait`` where it waits for a batch, with seconds and reply."""
-
-    def arrives(reply: Reply[Any], timeout_s: float) -> bool:
-        if not reply.done() and timeout_s > 0:
-            wait(timeout_s, reply)
-        return reply.done()
-
-    pool._loop._thread = CallingThread()  # type: ignore[assignment]
-    monkeypatch.setattr(Reply, "arrives", arrives)
+    delivery = pool.get(timeout_s)
+    pool.delivered(delivery, [[]] * len(delivery.rollouts), {})
+    return delivery.rollouts
 
 
 class RolloutRequest:
@@ -164,7 +136,6 @@ class Run:
 
     def __init__(
         self,
-        monkeypatch: pytest.MonkeyPatch,
         seed: int,
         plan: BatchPlan,
         *,
@@ -185,9 +156,7 @@ class Run:
         self.clock = Clock()
         self.num_peers = 0
         self.batch = self.batches = self.seeds = self.num_events = 0
-        self.interrupted: int | None = None  # the batch that is to be delivered again
         self.deadline = 0.0
-        self.notified = False
         self.given_up: set[int] = set()
         self.evicted = 0  # peer of the process that is being evicted
         self.present: dict[int, Process] = {}
@@ -205,18 +174,14 @@ class Run:
         self.has: dict[int, int] = {}
         self.on_acknowledged: Any = None
         self.on_left_out: Any = None
-        monkeypatch.setattr("distcollect.pool.pool.time", self.clock)
-        monkeypatch.setattr("distcollect.pool.deliveries.time", self.clock)
         self.pool = Pool(
             self,  # type: ignore[arg-type]
             self,  # type: ignore[arg-type]
             plan,
             failure_sink=self,
             staleness=staleness,
+            wait=self.wait,
         )
-        for bell in ("_all_taken", "_all_set_up"):
-            setattr(self.pool, bell, self)
-        wait_by(monkeypatch, self.pool, self.wait)
         for worker_id in range(num_workers):
             self.join(worker_id)
 
@@ -333,26 +298,19 @@ class Run:
         process.drained = True
         self.counts["drained"] += 1
 
-    # The condition variable that the pool waits on.
+    # How the user's thread waits.
 
-    def ring(self) -> None:
-        self.notified = True
-
-    def wait(self, timeout_s: float, reply: Reply[Any] | None = None) -> None:
-        """Let random events happen until one of them notifies the pool, or answers ``reply``."""
+    def wait(self, is_done: Callable[[], bool], timeout_s: float, _: object) -> bool:
+        """Let random events happen until ``is_done()``."""
         begin = self.clock.now
-        self.notified = False
-        if reply is not None:
-            reply.add_done_callback(lambda _: self.ring())
-        while not self.notified:
+        while not is_done():
             assert self.happen(), f"stalls in batch {self.batch}: {self.about}"
-            if self.clock.now >= self.deadline:
-                return
-            if self.clock.now >= begin + timeout_s:
-                return
+            if self.clock.now >= min(self.deadline, begin + timeout_s):
+                break
             if self.rng.random() < self.faults / 50:
                 self.counts["interrupted"] += 1
                 raise KeyboardInterrupt
+        return is_done()
 
     # Random events.
 
@@ -570,7 +528,6 @@ class Run:
             self.join(self.rng.choice(free))
 
     def push(self) -> None:
-        self.interrupted = None  # it would be too old then
         workers = self.pool.worker_ids
         if self.rng.random() < 0.2 and workers:
             self.pool.push(FLAT, self.rng.sample(workers, self.rng.randint(1, len(workers))))
@@ -592,13 +549,10 @@ class Run:
             rollouts = taken(self.pool, timeout_s)
         for rollout in rollouts:
             self.check_rollout(rollout.header)
-        self.interrupted = None
         return rollouts
 
     def refer(self, timeout_s: float) -> None:
-        delivery = self.pool.deliveries.hand_over(timeout_s, 60)
-        self.pool.deliveries.claim(delivery.number)
-        [request] = delivery.requests
+        request = self.pool.hand_over(timeout_s, 60)
         assert request.header is not None
         offer = self.offers[origin(request.header)]
         if request.tensors is not None:
@@ -625,9 +579,7 @@ class Run:
         self.check_lag(header)
         assert request.seeds == self.seeds, f"{key} is from before the seed: {self.about}"
         if self.plan.sync:
-            # A batch that was complete when its call was interrupted comes with the next call.
-            wanted = self.batch if self.interrupted is None else self.interrupted
-            assert request.batch == wanted, f"{key} is from before the batch: {self.about}"
+            assert request.batch == self.batch, f"{key} is from before the batch: {self.about}"
 
     def check_lag(self, header: Header) -> None:
         key = (header.worker_id, header.incarnation, header.sequence)
@@ -653,19 +605,10 @@ class Run:
                 self.batches += 1
             except (BatchTimeout, KeyboardInterrupt) as error:
                 self.counts["timed out"] += isinstance(error, BatchTimeout)
-                self.note_interruption()
                 if self.plan.sync:
                     self.given_up.add(self.batch)
             self.check_ledger()
         return self
-
-    def note_interruption(self) -> None:
-        is_complete = self.pool.deliveries._last is not None
-        self.counts["interrupted when complete"] += is_complete
-        if not is_complete:
-            self.interrupted = None
-        elif self.interrupted is None:
-            self.interrupted = self.batch
 
     def pause(self) -> None:
         """Random acts of the user, and random events, between two batches."""
@@ -677,7 +620,6 @@ class Run:
             self.seed()
 
     def seed(self) -> None:
-        self.interrupted = None
         self.seeds += 1
         timeout_s = self.rng.choice([0.2, 1e6])
         self.deadline = self.clock.now + timeout_s

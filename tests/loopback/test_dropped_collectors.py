@@ -79,7 +79,7 @@ def test_a_start_that_fails_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> 
         "CartPole-v1", frames_per_batch=8, total_frames=80, replay_buffer=Buffer()
     ) as collector:
         with monkeypatch.context() as patch:
-            patch.setattr("distcollect.collectors.buffer_filler.Background", fail)
+            patch.setattr("distcollect.collectors.base.Background", fail)
             with pytest.raises(RuntimeError, match="new thread"):
                 collector.start()
         collector.start()

@@ -16,8 +16,8 @@ from helpers.loopback_pool import LoopbackWorkers, loopback_collector
 from tensordict import TensorDict
 
 import distcollect as dc
+from distcollect.common import signals
 from distcollect.common.shared_memory import SharedTensor
-from distcollect.launch import preemption
 from distcollect.rollout.assemble import assemble
 from distcollect.rollout.header import Rollout
 from distcollect.rollout.slab import Slab
@@ -162,15 +162,15 @@ def test_a_signal_to_end_counts_more_than_workers_that_it_ended(
     collector.hand_over(SOON_S)
 
     def lose(*args: object) -> None:
-        monkeypatch.setattr(preemption, "_requested", "SIGTERM")
+        monkeypatch.setattr(signals, "_requested", "SIGTERM")
         raise dc.WorkerLost("ended")
 
     def save_and_exit() -> None:
-        raise preemption.Interrupted
+        raise signals.Interrupted
 
-    monkeypatch.setattr(preemption, "_save_and_exit", save_and_exit)
+    monkeypatch.setattr(signals, "_save_and_exit", save_and_exit)
     monkeypatch.setattr(collector._session, "hand_over", lose)
-    with pytest.raises(preemption.Interrupted):
+    with pytest.raises(signals.Interrupted):
         collector.hand_over(SOON_S)
 
 
@@ -305,7 +305,7 @@ def test_only_one_of_many_gets_it(collector: dc.RPCDataCollector) -> None:
 
 def test_memory_that_is_shared_can_be_sent_as_well(collector: dc.RPCDataCollector) -> None:
     """The giving trainer may be on the worker's host, and the taking one on another."""
-    layout = collector._layout
+    layout = collector._session.layout
     shared, plain = Slab(layout, 3, shared=True), Slab(layout, 3)
     for slab in (shared, plain):
         slab.clear()

@@ -1,15 +1,14 @@
-"""Ctrl-C in any line of the user's thread leaves nothing half-changed."""
+"""Ctrl-C, in whichever line it comes, leaves nothing half-changed, and is never lost."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import sys
+import signal
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar
 
 import gymnasium as gym
 import numpy as np
@@ -22,7 +21,6 @@ from tensordict import TensorDict
 from torch import nn
 
 import distcollect as dc
-from distcollect.collectors import replay
 
 # Of a call with more lines, so many are tried, unless all are to be.
 SAMPLE = None if os.environ.get(ALL_LINES) else 12
@@ -115,7 +113,7 @@ class User:
         """The run goes on: every worker collects, and the ledger adds up."""
         if "num_workers" not in self.kwargs:
             self.next()
-            counts = self.collector._engine.counter
+            counts = self.collector._backend.engine.counter
             assert counts.stepped == self.received + sum(counts.lost.values())
             return
         waiting = {0, 1}
@@ -179,8 +177,6 @@ CASES = [
     if not (mode == "in process" and name in WITH_WORKERS)
 ]
 
-num_interrupted: Counter[str] = Counter()
-
 
 def lines_of(call: Callable[[], object]) -> list[int]:
     """The lines of a call to try."""
@@ -210,8 +206,7 @@ def test_the_run_goes_on_after_an_interrupt_in_any_line(mode: str, operation: st
         lines = lines_of(lambda: call(user))
         receive()
         for at in lines:
-            was_interrupted, tracer = interrupted_at(at, lambda: call(user))
-            num_interrupted[operation] += was_interrupted
+            _, tracer = interrupted_at(at, lambda: call(user))
             try:
                 receive()
                 user.check()
@@ -254,8 +249,8 @@ def test_a_batch_that_fails_on_its_way_is_not_delivered() -> None:
     with user.collector as collector:
         with pytest.raises(ValueError, match="no batch"):
             collector.next()
-        assert collector.ledger.total.delivered == 0
-        assert collector.ledger.total.open == 6
+        assert collector.ledger.total.delivered == collector.ledger.total.open == 0
+        assert collector.ledger.total.lost == {"given_up": 6}
         for _ in range(2):
             user.next()
             assert collector.ledger.total.delivered == user.received
@@ -306,102 +301,6 @@ def grows(buffer: Buffer, about: Callable[[], object] = lambda: None) -> None:
     eventually(lambda: len(buffer.frames) > count, about=about)
 
 
-@contextlib.contextmanager
-def no_other_thread() -> Iterator[None]:
-    """Within, this thread goes on until it waits for something: no other one interrupts it."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(3600)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
-
-
-def test_an_interrupted_start_and_another_start_one_thread() -> None:
-    """Also while the thread that the first call created does not run yet."""
-
-    def num_threads() -> int:
-        return [thread.name for thread in threading.enumerate()].count("distcollect-collect")
-
-    before = num_threads()
-    at, more = 1, True
-    while more:
-        collector, buffer = filling(in_process=False)
-        with collector:
-            with no_other_thread():
-                more, tracer = interrupted_at(at, collector.start, under=replay.__file__)
-                if not collector.is_running:
-                    collector.start()
-            for _ in range(2):
-                grows(buffer)
-            assert num_threads() == before + 1, tracer.where
-            buffer.check()
-            collector.async_shutdown(timeout=60)
-        eventually(lambda: num_threads() == before)
-        at += 1
-
-
-def test_after_an_interrupted_start_no_thread_collects_beside_the_user() -> None:
-    """Either the collector is as before the call, or it can only collect in the background."""
-    counts = Counter[str]()
-
-    def interrupt_at(at: int) -> bool:
-        policy = Policy()
-        collector, buffer = filling(in_process=True, policy=policy)
-
-        def publish() -> None:
-            with torch.no_grad():
-                policy.value.fill_(collector.policy_version + 1)
-            collector.update_policy_weights_(policy)
-
-        with collector:
-            publish()
-            collector.next()
-            more, tracer = interrupted_at(at, collector.start)
-            publish()
-            try:
-                collector.next()
-                counts["as before"] += 1
-                collector.next()
-                assert not collector.is_running
-            except dc.CollectorStateError:
-                counts["in the background"] += 1
-                if more and not collector.is_running:
-                    collector.start()
-            if collector.is_running:
-                grows(buffer)
-        buffer.check()
-        for batch in buffer.batches:
-            assert torch.equal(batch["told"].long(), batch["collector", "policy_version"])
-        trajectories = Counter(
-            traj_id
-            for batch in buffer.batches
-            for traj_id in batch["collector", "traj_ids"].tolist()
-        )
-        assert max(trajectories.values()) <= 7, f"a reset in a trajectory, {tracer.where}"
-        return more
-
-    collector, _ = filling(in_process=True, policy=Policy())
-    with collector:
-        lines = lines_of(collector.start)
-    for at in lines:
-        interrupt_at(at)
-    assert len(counts) == 2
-
-
-def test_an_interrupted_stop_of_the_engine_can_be_repeated() -> None:
-    at, more = 1, True
-    while more:
-        with dc.SyncDataCollector(Counting, None, frames_per_batch=3) as collector:
-            stop = collector._engine.stop
-            more, tracer = interrupted_at(at, stop)
-            again = threading.Thread(target=stop, daemon=True)
-            again.start()
-            again.join(60)
-            assert not again.is_alive(), f"it hangs after an interrupt at {tracer.where}"
-        at += 1
-
-
 @pytest.mark.parametrize("in_process", [True, False])
 @pytest.mark.parametrize("operation", ["start", "pause", "async_shutdown", "shutdown"])
 def test_collecting_in_the_background_goes_on(operation: str, in_process: bool) -> None:
@@ -426,10 +325,8 @@ def test_collecting_in_the_background_goes_on(operation: str, in_process: bool) 
                 grows(buffer)
             more, tracer = interrupted_at(at, lambda: call(collector))
             assert torch.is_grad_enabled(), tracer.where
-            num_interrupted[operation] += more
-            if operation == "start" and more and not collector.is_running:
-                collector.start()
             if operation in ("start", "pause"):
+                assert collector.is_running, tracer.where
                 grows(buffer, lambda: tracer.where)
             else:
                 call(collector)
@@ -441,4 +338,115 @@ def test_collecting_in_the_background_goes_on(operation: str, in_process: bool) 
 
     at = 1
     while interrupt_at(at):
-        at += 1 if SAMPLE is None else 11
+        at += 1 if SAMPLE is None else 29
+
+
+# Where it is raised.
+
+
+def press_ctrl_c() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+class Pressing(Counting):
+    """In its fourth step Ctrl-C comes, and the step after that says so."""
+
+    reached: ClassVar[list[str]] = []
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        if self.stepped == 4:
+            press_ctrl_c()
+            self.reached.append("after")
+        return super().step(action)
+
+
+def test_in_the_users_own_code_it_is_raised_at_once() -> None:
+    Pressing.reached.clear()
+    with dc.SyncDataCollector(Pressing, frames_per_batch=100) as collector:
+        with pytest.raises(KeyboardInterrupt):
+            collector.next()
+        assert Pressing.reached == []
+        assert collector.stats().lost == {"interrupted": 4}
+
+
+class Held(Counting):
+    """Steps when it may."""
+
+    may_step = threading.Event()
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        self.may_step.wait(60)
+        return super().step(action)
+
+
+@pytest.mark.parametrize("waits", ["workers", "evaluations", "in process"])
+def test_a_call_that_waits_ends_at_once(waits: str) -> None:
+    """By Ctrl-C that comes while our own code runs, not after half a second."""
+
+    Held.may_step.clear()
+    threading.Timer(0.3, press_ctrl_c).start()
+    if waits == "in process":
+        with dc.SyncDataCollector(Counting, frames_per_batch=10_000_000) as collector:
+            began = time.monotonic()
+            with pytest.raises(KeyboardInterrupt):
+                collector.next()
+    else:
+        with loopback_collector(Held, Policy(), frames_per_batch=6, num_workers=2) as collector:
+            began = time.monotonic()
+            call = collector.next if waits == "workers" else partial(collector.evaluate, 1)
+            with pytest.raises(KeyboardInterrupt):
+                call()
+            Held.may_step.set()
+    assert time.monotonic() - began < 5
+
+
+def test_the_handler_is_there_while_a_collector_is_open() -> None:
+    default = signal.getsignal(signal.SIGINT)
+    with dc.SyncDataCollector(Counting, frames_per_batch=6):
+        ours = signal.getsignal(signal.SIGINT)
+        assert ours is not default
+        with dc.SyncDataCollector(Counting, frames_per_batch=6):
+            pass
+        assert signal.getsignal(signal.SIGINT) is ours
+        with pytest.raises(KeyboardInterrupt):
+            press_ctrl_c()
+    assert signal.getsignal(signal.SIGINT) is default
+
+
+def test_a_handler_of_the_users_stays() -> None:
+    pressed = []
+    before = signal.signal(signal.SIGINT, lambda *_: pressed.append(1))
+    try:
+        with dc.SyncDataCollector(Counting, frames_per_batch=6) as collector:
+            press_ctrl_c()
+            collector.next()
+    finally:
+        assert callable(signal.signal(signal.SIGINT, before))
+    assert pressed == [1]
+
+
+def collect_on(collector: Any, alarm_s: float) -> None:
+    signal.setitimer(signal.ITIMER_REAL, alarm_s)
+    while True:
+        collector.next()
+
+
+def test_what_other_handlers_raise_ends_the_wait_and_leaves_nothing() -> None:
+    """It may come in any line, so of frames nothing is promised: all ends, and nothing hangs."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError("the user's")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    try:
+        for after_s in (0.001, 0.003, 0.01, 0.05):
+            num_threads = threading.active_count()
+            with (
+                loopback_collector(Counting, frames_per_batch=6, num_workers=2) as collector,
+                pytest.raises(TimeoutError, match="the user's"),
+            ):
+                collect_on(collector, after_s)
+            eventually(lambda n=num_threads: threading.active_count() <= n + 1)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

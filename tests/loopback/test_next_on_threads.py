@@ -153,28 +153,3 @@ def test_shutdown_by_the_buffer_that_is_given_a_batch(in_background: bool) -> No
     assert time.monotonic() - begin < 5
     assert collector.stats().delivered == 4
     assert not collector.stats().lost
-
-
-class InterruptedOnce:
-    """A lock; as it is left first, Ctrl-C comes."""
-
-    def __init__(self) -> None:
-        self.is_first = True
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *error: object) -> None:
-        is_first, self.is_first = self.is_first, False
-        if is_first:
-            raise KeyboardInterrupt
-
-
-def test_after_ctrl_c_another_thread_may_go_on(
-    collector: dc.DataCollectorBase, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(collector, "_entering", InterruptedOnce())
-    with pytest.raises(KeyboardInterrupt):
-        collector.next()
-    with ThreadPoolExecutor() as threads:
-        assert threads.submit(collector.next).result(_SOON_S).numel() == 4

@@ -5,15 +5,16 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
 import pytest
 import torch
-from helpers.pool_simulation import CallingThread, taken, wait_by
-from helpers.waiting import eventually
+from helpers.pool_simulation import taken
 
-from distcollect.common.replies import Reply, Wakeup
+from distcollect.common.replies import Reply
+from distcollect.common.signals import Wakeup
 from distcollect.config import Staleness
 from distcollect.errors import BatchTimeout
 from distcollect.pool.pool import Pool
@@ -141,6 +142,7 @@ def make(
     num_workers: int = 1,
     staleness: Staleness | None = None,
     transport: Transport | None = None,
+    **options: Any,
 ) -> tuple[Pool, Transport, Sender]:
     transport, sender = transport or Transport(), Sender()
     pool = Pool(
@@ -149,6 +151,7 @@ def make(
         BatchPlan(sync=sync, num_rollouts=num_workers, num_envs=1, num_steps=FRAMES),
         failure_sink=FailureSink(),
         staleness=staleness,
+        **options,
     )
     for worker_id in range(num_workers):
         pool.join(worker_id, 0, worker_id)
@@ -160,7 +163,7 @@ FLAT = torch.zeros(16, dtype=torch.uint8)
 
 def ask(pool: Pool) -> None:
     with pytest.raises(BatchTimeout):
-        pool.deliveries.get(0.01)
+        pool.get(0.01)
 
 
 def test_a_slab_is_not_written_to_while_it_is_read() -> None:
@@ -220,29 +223,20 @@ def test_a_thread_that_posts_an_event_does_not_wait_while_another_handles_some()
     pool.close()
 
 
-def test_the_users_thread_wakes_once_for_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though the batch comes long after the pool's thread has handled the request for it."""
-    pool, transport, _ = make(sync=False)
-    for module in ("common.replies", "pool.deliveries", "pool.event_loop"):
-        monkeypatch.setattr(f"distcollect.{module}.WAKEUP_INTERVAL_S", 60)
-    user, waits, wait = threading.get_ident(), [], Wakeup.wait
+def test_the_users_thread_wakes_once_for_a_batch() -> None:
+    waits = []
 
-    def count(bell: Wakeup, timeout_s: float) -> None:
-        if threading.get_ident() == user:
+    def wait(is_done: Callable[[], bool], timeout_s: float, wakeup: Wakeup) -> bool:
+        if not is_done():
+            threading.Timer(0.1, lambda: transport.answer(0).arrive()).start()
+        while not is_done():
             waits.append(timeout_s)
-        wait(bell, timeout_s)
+            wakeup._rings.get(timeout=timeout_s)
+        return True
 
-    def answer_later() -> None:
-        eventually(lambda: bool(transport.requests))
-        pool._loop.do(lambda: None)
-        transport.answer(0).arrive()
-
-    monkeypatch.setattr(Wakeup, "wait", count)
-    answering = threading.Thread(target=answer_later)
-    answering.start()
-    pool.deliveries.get(60)
-    assert len(waits) <= 1
-    answering.join(60)
+    pool, transport, _ = make(sync=False, wait=wait)
+    pool.get(60)
+    assert len(waits) == 1
     pool.close()
 
 
@@ -255,7 +249,7 @@ def test_garbage_collection_has_little_to_look_at_for_an_open_request() -> None:
             answers.append(answer)
             return answer
 
-    num_workers = 500
+    num_workers = 2000
     answers: list[Reply[Offer]] = []
     pool, _, _ = make(sync=True, num_workers=num_workers, transport=Patient())
     gc.collect()
@@ -273,31 +267,34 @@ def test_garbage_collection_has_little_to_look_at_for_an_open_request() -> None:
 
 @pytest.mark.parametrize("interruption", [KeyboardInterrupt, RuntimeError])
 def test_what_was_asked_for_before_an_interruption_is_not_in_the_next_batch(
-    interruption: type[BaseException], monkeypatch: pytest.MonkeyPatch
+    interruption: type[BaseException],
 ) -> None:
-    pool, transport, sender = make(sync=True, num_workers=2)
+    waits: list[Callable[[], object]] = []
 
-    def wait_and_be_interrupted(*_: Any) -> None:
+    def wait(is_done: Callable[[], bool], *_: object) -> bool:
+        waits.pop()()
+        return is_done()
+
+    pool, transport, sender = make(sync=True, num_workers=2, wait=wait)
+
+    def be_interrupted() -> None:
         transport.answer(0).arrive()
         raise interruption
 
-    with monkeypatch.context() as patch:
-        wait_by(patch, pool, wait_and_be_interrupted)
-        with pytest.raises(interruption):
-            pool.deliveries.get(1)
+    waits.append(be_interrupted)
+    with pytest.raises(interruption):
+        pool.get(1)
     pool.push(FLAT)
     for worker_id in (0, 1):
         sender.acknowledge(worker_id, 1)
         transport.versions[worker_id] = 1
 
-    def wait(*_: Any) -> None:
+    def answer() -> None:
         transport.answer(1)  # requests left from before
         for worker_id in (0, 1):
-            assert pool.deliveries._last is None
             transport.answer(worker_id).arrive()
-        assert pool.deliveries._last is not None
 
-    wait_by(monkeypatch, pool, wait)
+    waits.append(answer)
     rollouts = taken(pool, 1)
     assert [r.header.policy_version for r in rollouts] == [(1, 1), (1, 1)]
     assert [r.header.worker_id for r in rollouts] == [0, 1]
@@ -307,12 +304,12 @@ def test_in_sync_mode_a_worker_waits_for_the_weights_sent_to_it() -> None:
     pool, transport, sender = make(sync=True, num_workers=2)
     pool.push(FLAT, [1])
     with pytest.raises(BatchTimeout, match=r"workers \[0\] and for workers \[1\] to acknowledge"):
-        pool.deliveries.get(0.01)
+        pool.get(0.01)
     assert [transport.open_requests(w) for w in (0, 1)] == [1, 0]
     transport.answer(0)
     sender.acknowledge(1, 1)
     with pytest.raises(BatchTimeout, match=r"waited for workers \[0, 1\]"):
-        pool.deliveries.get(0.01)
+        pool.get(0.01)
     assert [transport.open_requests(w) for w in (0, 1)] == [1, 1]
 
 
@@ -360,17 +357,16 @@ def test_pace_asks_again_when_weights_are_acknowledged() -> None:
     assert [transport.open_requests(w) for w in (0, 1)] == [0, 1]
 
 
-def test_at_the_end_every_rollout_is_accounted_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_the_end_every_rollout_is_accounted_for() -> None:
     """Also a rollout given up while it was fetched, and frames of unknown fate."""
-    pool, transport, _ = make(sync=True, num_workers=2)
 
-    def wait(*_: Any) -> None:
+    def wait(*_: object) -> bool:
         transport.answer(0)  # it is being fetched
         raise KeyboardInterrupt
 
-    wait_by(monkeypatch, pool, wait)
+    pool, transport, _ = make(sync=True, num_workers=2, wait=wait)
     with pytest.raises(KeyboardInterrupt):
-        pool.deliveries.get(1)
+        pool.get(1)
     pool.close()
     pool.account(0, 0, "shut_down", FRAMES)
     pool.account(1, 0, "shut_down", None)
@@ -422,7 +418,6 @@ def test_the_work_for_a_rollout_does_not_grow_with_the_workers(
             staleness=staleness,
             transport=InstantTransport(),
         )
-        pool._loop._thread = CallingThread()  # type: ignore[assignment]
         num_batches = 3 if sync else 300
         for _ in range(num_batches):
             taken(pool, 5)

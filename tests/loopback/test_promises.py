@@ -266,7 +266,7 @@ class Promises(RuleBasedStateMachine):
         """The rollouts that are collected for the next batch end early."""
         if "preemptive_threshold" in self.mode:
             pool = self.collector._session.pool
-            pool._loop.ask(pool._core.end_early)
+            pool._loop.do(pool._core.end_early)
             self.next()
 
     # What must hold then.

@@ -169,7 +169,7 @@ class TestToWhom:
         collector = collect(policy, sync=sync, update_at_each_batch=True)
         assert told(collector.next())["wide"] == 0
         policy.fill(1)
-        last = collector._progress.workers
+        last = collector._flow.workers
         collector.next()
         assert collector.policy_version == 1
         newest = [collector._session.pool._core.versions.newest(worker_id) for worker_id in (0, 1)]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
+import signal
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -122,20 +124,13 @@ def test_a_wrong_seed_leaves_nothing_behind() -> None:
         assert pool.present == (0,)
 
 
-def test_an_interrupted_wait_for_the_seed_leaves_the_workers_seeded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_interrupted_wait_for_the_seed_leaves_the_workers_seeded() -> None:
     expected = seeded_with(7)
     with opened() as collector:
         one_batch_then_in_a_step(collector)
-
-        def interrupt(timeout_s: float) -> None:
-            raise KeyboardInterrupt
-
-        with monkeypatch.context() as patch:
-            patch.setattr(collector._session.pool._all_set_up, "wait", interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                collector.set_seed(7)
+        threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            collector.set_seed(7)
         Gated.permits.release()
         assert first_observation(collector) == expected
         assert collector.state_dict()["seed"] == (7, False)

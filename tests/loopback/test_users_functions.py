@@ -229,7 +229,7 @@ def test_a_batch_that_postproc_refuses_is_not_delivered() -> None:
         collector.next()
         stats = collector.stats()
     assert stats.delivered == stats.workers[0].frames == 8
-    assert stats.lost == {"interrupted": 8}
+    assert stats.lost == {"given_up": 8}
 
 
 def test_a_batch_that_the_buffer_refused_is_lost_when_the_background_begins() -> None:

@@ -16,7 +16,7 @@ from helpers.marked import Marked
 from helpers.paths import SCRIPTS
 
 import distcollect as dc
-from distcollect.launch import preemption
+from distcollect.common import signals
 
 SCRIPT = SCRIPTS / "train_with_checkpoint.py"
 
@@ -24,7 +24,7 @@ SCRIPT = SCRIPTS / "train_with_checkpoint.py"
 @pytest.fixture(autouse=True)
 def _signals() -> Iterator[None]:
     yield
-    preemption.stop_watching()
+    signals.stop_watching()
 
 
 @pytest.mark.parametrize("kind", [dc.MultiSyncDataCollector])
@@ -45,7 +45,7 @@ def test_a_signal_saves_and_ends(
         assert next(lines) == "new 0\n"
         assert next(lines) == "running\n"
         process.send_signal(number)
-        assert process.wait(timeout=40) == preemption.EXIT_TO_RESUME
+        assert process.wait(timeout=40) == signals.EXIT_TO_RESUME
     assert marked.gone()
     saved = torch.load(path, weights_only=True)["parts"]["collector"]
     assert saved["frames"] >= 50

@@ -12,14 +12,14 @@ from helpers.checkpointing import check_goes_on_where_it_was
 from torch import nn
 
 import distcollect as dc
-from distcollect.launch import preemption
+from distcollect.common import signals
 from distcollect.launch.run_folder import ENDED, LISTENING, RUN_VARIABLE, RunFolder, RunOver
 
 
 @pytest.fixture(autouse=True)
 def _signals() -> Iterator[None]:
     yield
-    preemption.stop_watching()
+    signals.stop_watching()
 
 
 @pytest.mark.parametrize("kind", [dc.SyncDataCollector])

@@ -19,7 +19,7 @@ from helpers.paths import ROOT
 from torch import nn
 
 import distcollect as dc
-from distcollect.launch import preemption
+from distcollect.common import signals
 
 __all__ = ["folders", "modules"]
 
@@ -162,7 +162,7 @@ def test_of_checkpoints(tmp_path: Path) -> None:
             torch.save(content, path)
             check(row)
     finally:
-        preemption.stop_watching()
+        signals.stop_watching()
 
 
 def test_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.interrupting import interrupted_at
-from helpers.waiting import eventually
 from rich.console import Console
 
 import distcollect as dc
@@ -233,24 +231,3 @@ def test_what_is_no_terminal() -> None:
     closed.close()
     for stream in (None, object(), closed, io.StringIO()):
         assert not is_terminal(stream)
-
-
-def test_an_interrupted_begin_can_be_repeated() -> None:
-    """Also while the thread that the first call created does not run yet."""
-
-    def num_threads() -> int:
-        return [thread.name for thread in threading.enumerate()].count("distcollect-monitor")
-
-    at, more = 1, True
-    while more:
-        told: list[Stats] = []
-        watch = MonitorThread(dc.Monitor(view=False, callback=told.append, every_s=0.001))
-        more, tracer = interrupted_at(at, lambda watch=watch: watch.begin(lambda: STATS))
-        if not watch.has_begun:
-            watch.begin(lambda: STATS)
-        eventually(lambda told=told: told)
-        eventually(lambda: num_threads() == 1, about=lambda tracer=tracer: tracer.where)
-        watch.close(STATS)
-        assert [stats.ended for stats in told].count(True) == 1
-        at += 1
-    assert at > 3

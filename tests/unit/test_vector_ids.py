@@ -62,7 +62,7 @@ def test_envpool_gets_as_many_envs_and_threads_as_there_are() -> None:
     with dc.SyncDataCollector(
         "envpool:CartPole-v1", frames_per_batch=3 * 5, envs_per_worker=3
     ) as collector:
-        envs = collector._engine.envs
+        envs = collector._backend.engine.envs
         assert isinstance(envs, EnvPoolBatch)
         [pool] = envs.members
         assert pool.config["num_envs"] == 3
@@ -73,7 +73,7 @@ def test_envpool_gets_as_many_envs_and_threads_as_there_are() -> None:
 @pytest.mark.parametrize("env_id", ["ale:Pong", "ale:pong"])
 def test_ale(env_id: str) -> None:
     with dc.SyncDataCollector(env_id, frames_per_batch=2 * 3, envs_per_worker=2) as collector:
-        [env] = collector._engine.envs.members
+        [env] = collector._backend.engine.envs.members
         assert isinstance(env, ale_py.AtariVectorEnv)
         batch = collector.next()
     assert batch["observation"].shape == (2, 3, 4, 84, 84)

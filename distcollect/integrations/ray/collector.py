@@ -8,7 +8,6 @@ from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from typing import Any
 
-from distcollect.collectors.base import DataCollectorBase
 from distcollect.collectors.rpc import RPCDataCollector
 from distcollect.collectors.signature import takes
 from distcollect.collectors.stacklevel import users_stack_level
@@ -98,7 +97,7 @@ class RayDataCollector(RPCDataCollector):
             LaunchError: Ray is not installed, can't be reached, or can't start the workers.
             DistCollectError: the errors of :class:`RPCDataCollector`.
         """
-        DataCollectorBase.__init__(self, options)
+        self._open(options)
 
 
 # TorchRL's name.

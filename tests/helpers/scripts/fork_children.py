@@ -15,7 +15,7 @@ import numpy as np
 from gymnasium import spaces
 
 import distcollect as dc
-from distcollect.launch import preemption
+from distcollect.common import signals
 
 
 class ShowsItsProcess(gym.Env):
@@ -66,7 +66,7 @@ def leave(how, collector):
 
 
 def main():
-    preemption.watch(lambda: None)
+    signals.watch(lambda: None)
     with dc.RPCDataCollector(ShowsItsProcess, frames_per_batch=16, num_workers=1) as collector:
         before = worker_of(collector.next())
         ready, child_is_ready = os.pipe()

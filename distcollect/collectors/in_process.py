@@ -1,0 +1,318 @@
+"""Steps the envs of a collector in the calling process."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+from tensordict import TensorDict
+
+from distcollect.collectors import validation
+from distcollect.collectors.background import Background
+from distcollect.collectors.flow import Backend, Collected, Hooks
+from distcollect.collectors.options import CollectorOptions, SyncOptions
+from distcollect.collectors.pickling import copied
+from distcollect.collectors.unpublished import PATIENCE_IN_BACKGROUND, UnpublishedChanges
+from distcollect.common import checks, signals
+from distcollect.common.seeding import Stream, env_seed, process_seeds
+from distcollect.engine.base import EngineBase
+from distcollect.engine.build import build_engine, build_engine_for, build_evaluator
+from distcollect.engine.interrupts import Stopped
+from distcollect.errors import ArgumentError, CollectorStateError
+from distcollect.launch.cpu_placement import num_cores
+from distcollect.policy.weight_layout import is_part, module_of, published
+from distcollect.pool.publisher import Weights, WorkerIds
+from distcollect.results import (
+    EnvFault,
+    Evaluation,
+    Frames,
+    LagStats,
+    LedgerReport,
+    Stats,
+    WorkerState,
+)
+from distcollect.rollout.assemble import assemble
+from distcollect.rollout.header import Header, Rollout
+from distcollect.rollout.slabs import AnySlab, new_slab
+from distcollect.telemetry.recorder import StatsRecorder
+from distcollect.transport.peer_ids import identity
+
+
+class InProcess(Backend):
+    """One engine, on the thread that asks for a batch.
+
+    Attributes:
+        engine: steps the envs.
+        plan: what it was built from.
+        unclosed: what is to be closed if nobody calls :meth:`close`.
+    """
+
+    def __init__(
+        self, options: SyncOptions, stats_recorder: StatsRecorder, *, traces: bool
+    ) -> None:
+        """Make the envs, and try envs and policy. If this raises, nothing is left open.
+
+        Raises:
+            EnvError, PolicyError: an env or the policy failed when tried.
+        """
+        self.hooks = Hooks(options.pre_collect_hook, options.post_collect_hook)
+        self._options = options
+        self._stats_recorder = stats_recorder
+        self._version = 0
+        self._num_rollouts = 0
+        self._num_delivered = 0  # frames, with those of the run that was resumed
+        self._num_resumed = 0  # of these
+        self._background: Background | None = None
+        # The last seed of the envs, whether it is static, and the number of rollouts before it.
+        self._seeded: tuple[int, bool, int] | None = None
+        self.plan = options.plan(traces=traces).with_policy_made()
+        self._traj_ids = identity().own_traj_ids()
+        worker_id = options.worker_id
+        self._evaluator = build_evaluator(self.plan, worker_id=worker_id, shared=True)
+        with contextlib.ExitStack() as if_it_fails:
+            if_it_fails.callback(self._traj_ids.free)
+            self.engine = build_engine(
+                self.plan, traj_ids=self._traj_ids, worker_id=worker_id, shared=True
+            )
+            if_it_fails.callback(self.engine.close)
+            self.layout = self.engine.layout
+            num_envs = self.layout.num_envs
+            self._num_steps = validation.num_steps(
+                options.frames_per_batch, 1, num_envs, rounds_up=self.layout.is_torchrl
+            )
+            self.frames_per_batch = self._num_steps * num_envs
+            if_it_fails.pop_all()
+        # Envs of the user's stay open.
+        parts = () if options.has_env_instances else (self._evaluator, self.engine.envs)
+        self.unclosed: tuple[Any, ...] = parts
+
+    @property
+    def policy_version(self) -> int:
+        return self._version
+
+    @property
+    def policy(self) -> Any:
+        # With a factory as well, a module that was given is the one to publish.
+        given = module_of(self._options.policy) if self._options.factories else None
+        return self.plan.policy if given is None else self._options.policy
+
+    def snapshot(self, known: Stats) -> Stats:
+        counts = self.engine.counter
+        frames = Frames(counts.stepped, lost=dict(counts.lost), env_faults=counts.env_faults)
+        return self._stats_recorder.snapshot(
+            replace(known, sync=True, in_process=True, num_cores=num_cores()),
+            states={0: WorkerState.READY.value if not known.ended else WorkerState.LEFT.value},
+            ready={},
+            ledger=LedgerReport({0: frames}, frames),
+        )
+
+    # Batches.
+
+    def collect(self, timeout_s: float, last: Sequence[int]) -> Collected:
+        if self.hooks.pre_collect is not None:
+            self.hooks.pre_collect()
+        # Each batch needs a slab of its own: the slab's memory becomes the batch.
+        slab = new_slab(self.layout, self._num_steps)
+        self._stats_recorder.switch_to("collect")
+        random = self._num_delivered < self._options.random_frames
+        engine = self.engine
+        try:
+            with signals.waking(engine.wake):
+                engine.collect(slab, random=random, fresh=True)
+        except Stopped:
+            raise CollectorStateError("the collector was shut down meanwhile") from None
+        header = self._header(slab)._replace(
+            env_faults=engine.counter.env_faults,
+            faults=tuple(
+                EnvFault(0, 0, socket.gethostname(), time_s, message)
+                for time_s, message in engine.counter.take_faults()
+            ),
+            work=engine.step_timer.work(),
+            spans=engine.step_timer.spans(),
+        )
+        self._num_rollouts += 1
+        self._stats_recorder.switch_to("assemble")
+        self._stats_recorder.collected(header)
+        try:
+            rows = self._assembled(Rollout(header, slab.local_tensors()))
+        except BaseException:
+            self._give_up("given_up")
+            raise
+        return Collected(rows, [header], LagStats(0, 0.0, 0), self._settle)
+
+    def _settle(self, cause: str | None) -> None:
+        """Count the frames of the last rollout as the user's, or as lost by ``cause``."""
+        if cause is None:
+            self._num_delivered += self.frames_per_batch
+            self._stats_recorder.delivered([(0, [(0, self.frames_per_batch)])])
+        else:
+            self._give_up(cause)
+
+    def _give_up(self, cause: str) -> None:
+        """Count all frames that the user does not have as lost."""
+        num_kept = self._num_delivered - self._num_resumed
+        self.engine.settle(cause, num_kept=num_kept, is_broken=True)
+
+    def _header(self, slab: AnySlab) -> Header:
+        return Header(
+            worker_id=0,
+            incarnation=0,
+            sequence=self._num_rollouts,
+            num_frames=slab.num_frames,
+            num_steps=slab.num_steps,
+            num_bytes=0,
+            policy_version=(self._version, self._version),
+        )
+
+    def _assembled(self, rollout: Rollout) -> TensorDict:
+        options = self._options
+        return assemble(
+            self.layout,
+            [rollout],
+            compact=options.compact_obs,
+            device=options.devices.storing,
+            shape=options.batch_format.shape(self.layout, [rollout]),
+        )
+
+    def processed(self, batch: TensorDict, options: CollectorOptions) -> TensorDict:
+        batch = super().processed(batch, options)
+        if self.hooks.post_collect is not None:
+            self.hooks.post_collect(batch)
+        return batch
+
+    def zeros(self) -> TensorDict:
+        """Return a batch of zeros, see :meth:`.SyncDataCollector.fake_tensordict`."""
+        slab = new_slab(self.layout, self._num_steps)
+        slab.clear()
+        rows = self._assembled(Rollout(self._header(slab), slab.local_tensors())).zero_()
+        batch_format = self._options.batch_format
+        return batch_format.processed(batch_format.shaped(rows, self.layout))
+
+    # What the user asks for between two batches.
+
+    def set_hooks(self, hooks: Hooks) -> None:
+        self.hooks = hooks
+
+    def publish(self, policy_or_weights: Weights | None) -> None:
+        """Publish new weights, see :meth:`.SyncDataCollector.update_policy_weights_`."""
+        weights = self.engine.weights
+        own = published(self.plan.policy, self.plan.models)
+        if policy_or_weights is None and self.policy is not self.plan.policy:
+            policy_or_weights = published(self.policy, self.plan.models)
+        if policy_or_weights is not None and not is_part(policy_or_weights, own):
+            weights.layout.load(policy_or_weights, own)
+        if own is None:
+            return
+        self._version += 1
+        self.unpublished = None  # the user knows what to call
+        if self._background is None:
+            weights.version = self._version
+        else:
+            buffer = weights.spare()
+            weights.layout.pack(weights.layout.select(own), buffer)
+            weights.commit(buffer, self._version)
+
+    def use(self, background: Background) -> None:
+        """Collect with a copy of the policy from now on, on the thread of ``background``."""
+        policy, models = copied(self.plan.policy, self.plan.models)
+        plan = replace(self.plan, policy=policy, models=models)
+        counter = self.engine.counter
+        engine = build_engine_for(self.engine.envs, plan, traj_ids=self._traj_ids, counter=counter)
+        engine.weights.version = self._version
+        if self._seeded is not None:
+            seed, static_seed, since = self._seeded
+            if self._num_rollouts > since:
+                # The seed itself would repeat the episodes from then on.
+                num_rollouts = self._num_rollouts - since
+                seed = env_seed(seed, num_rollouts, stream=Stream.BACKGROUND)
+            _seed_engine(engine, seed, static_seed)
+        own = published(self.plan.policy, self.plan.models)
+        self.unpublished = UnpublishedChanges(
+            own, engine.weights.layout, patience=PATIENCE_IN_BACKGROUND
+        )
+        before = self._evaluator
+        self._evaluator = build_evaluator(plan, worker_id=self._options.worker_id)
+        self.engine, self._background = engine, background
+        self._give_up("given_up")  # the new engine resets the envs
+        if self.unclosed:
+            self.unclosed = self._evaluator, engine.envs
+        before.close()
+
+    def seed(self, seed: int, static_seed: bool) -> int:
+        unused = env_seed(seed, self.layout.num_envs, stream=Stream.NEXT_COLLECTOR)
+        self._seeded = seed, static_seed, self._num_rollouts
+        _seed_engine(self.engine, seed, static_seed)
+        if self.engine.next_seed is None:
+            return unused
+        return seed if static_seed else self.engine.next_seed
+
+    def call(
+        self,
+        method: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        worker_ids: WorkerIds,
+        timeout_s: float,
+    ) -> dict[int, list[Any]]:
+        checks.worker_ids(worker_ids, [0])
+        with self._paused(timeout_s):
+            return {0: self.engine.envs.call(method, args, kwargs)}
+
+    def evaluate(
+        self,
+        num_episodes: int,
+        worker_ids: WorkerIds,
+        deterministic: bool,
+        seed: int | None,
+        timeout_s: float,
+    ) -> Evaluation:
+        checks.worker_ids(worker_ids, [0])
+        if self._options.has_env_instances:
+            raise ArgumentError(
+                "evaluate() needs envs of its own: pass the collector a callable that makes one "
+                "instead of an env"
+            )
+        with self._paused(timeout_s):
+            self.engine.weights.apply()
+            return self._evaluator.evaluate(
+                num_episodes,
+                version=self.engine.weights.version,
+                deterministic=deterministic,
+                seed=seed,
+                timeout_s=timeout_s,
+            )
+
+    def _paused(self, timeout_s: float) -> AbstractContextManager[None]:
+        """Within, the thread that collects in the background waits."""
+        if self._background is None:
+            return contextlib.nullcontext()
+        return self._background.paused(timeout_s)
+
+    def resume(self, version: int, first_traj_id: int, frames: int) -> None:
+        self._version = self.engine.weights.version = version
+        identity().resume(first_traj_id)
+        self._traj_ids = identity().own_traj_ids()
+        self.engine.use_traj_ids(self._traj_ids)
+        self._num_delivered += frames - self._num_resumed
+        self._num_resumed = frames
+
+    def close(self, *, has_ended: bool, close_envs: bool) -> None:
+        """Close what was made; ``has_ended``: nothing is being collected any more."""
+        if has_ended:
+            self._give_up("shut_down")
+        self._traj_ids.free()
+        try:
+            self._evaluator.close()
+        finally:
+            if close_envs:
+                self.engine.close()
+            self.unclosed = ()
+
+
+def _seed_engine(engine: EngineBase, seed: int, static_seed: bool) -> None:
+    envs, as_torchrl = range(engine.layout.num_envs), engine.layout.is_torchrl
+    engine.seed(*process_seeds(seed, envs, 0, static=static_seed, as_torchrl=as_torchrl))

@@ -1,0 +1,250 @@
+"""Signals to the user's thread: Ctrl-C, and those that ask this process to end.
+
+Python runs the handler of a signal on the main thread, between any two of its steps. An exception
+there could leave anything half done. So the handlers note the signal, and :func:`check` raises
+what follows from it where nothing is half done: before the user's thread waits, and between two
+steps of envs. As in trio (``_core/_ki.py``), the innermost frame decides whether Ctrl-C is noted:
+in the user's own code it is raised at once. Libraries that we and the user call don't count.
+
+Ctrl-C is handled so on the main thread, while a collector is open, if nobody else handles it.
+"""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+# Most schedulers send SIGTERM before they end a job; submitit and sbatch --signal send SIGUSR2.
+SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
+# "Temporary failure; the user is invited to retry", of sysexits.h.
+EXIT_TO_RESUME = 75
+# Longest single wait of the user's thread, in seconds. A signal that arrives just as the main
+# thread begins to wait is handled only when the wait ends.
+WAKEUP_INTERVAL_S = 0.5
+# Between two looks whether Ctrl-C that was noted can be raised now.
+_AGAIN_S = 0.01
+
+_OURS = __name__.partition(".")[0]
+_LIBRARIES = sys.stdlib_module_names | {"torch", "tensordict", "numpy", "cloudpickle"}
+
+
+class Interrupted(SystemExit):
+    """This process ends on request, with its state saved: it can be resumed."""
+
+    def __init__(self) -> None:
+        super().__init__(EXIT_TO_RESUME)
+
+
+def _do_nothing() -> None:
+    pass
+
+
+# Signals concern the process.
+_requested = ""  # the signal that asked this process to end
+_save_and_exit: Callable[[], None] | None = None
+_previous: dict[int, Any] = {}  # handlers of the signals that ask for that
+_is_noted = False  # Ctrl-C came, and is still to be raised
+_is_again = False  # the next SIGINT is our own
+_open: set[int] = set()  # ids of the objects that Ctrl-C is noted for
+_wake: Callable[[], object] = _do_nothing  # what the main thread waits in, or steps envs
+
+
+def check() -> None:
+    """Raise what a signal asked for; on other threads than the main one it does nothing.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C was noted.
+        Interrupted: this process was asked to end, and :func:`watch` called. The state is saved.
+    """
+    global _is_noted  # noqa: PLW0603
+    if not (_is_noted or _requested) or not _is_main_thread():
+        return
+    if _is_noted:
+        _is_noted = False
+        raise KeyboardInterrupt
+    if _save_and_exit is not None:
+        _save_and_exit()
+
+
+def _is_main_thread() -> bool:
+    return threading.get_ident() == threading.main_thread().ident
+
+
+@contextlib.contextmanager
+def waking(wake: Callable[[], object]) -> Iterator[None]:
+    """Within, a signal that is noted calls ``wake``, which has the main thread :func:`check`."""
+    global _wake  # noqa: PLW0603
+    if not _is_main_thread():
+        yield
+        return
+    before, _wake = _wake, wake
+    try:
+        yield
+    finally:
+        _wake = before
+
+
+class Wakeup:
+    """Wakes one thread that waits for a change. Ringing is remembered until the next wait."""
+
+    def __init__(self) -> None:
+        # A signal's handler may put into this queue, even if it interrupts the same.
+        self._rings: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def ring(self) -> None:
+        """Wake the thread that waits, or let the next wait end at once."""
+        if self._rings.empty():
+            self._rings.put(None)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for a ring, at most ``timeout_s``; may end earlier.
+
+        Raises:
+            KeyboardInterrupt, Interrupted: see :func:`check`.
+        """
+        check()
+        with waking(self.ring), contextlib.suppress(queue.Empty):
+            self._rings.get(timeout=min(max(0.0, timeout_s), WAKEUP_INTERVAL_S))
+
+    def wait_until(self, is_done: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait until ``is_done()``, which who rings has changed; False if it is not in time."""
+        deadline = time.monotonic() + timeout_s
+        while not is_done():
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                return False
+            self.wait(remaining)
+        return True
+
+
+# Ctrl-C.
+
+
+def note_ctrl_c(owner: object) -> Callable[[], object]:
+    """Note Ctrl-C while our own code runs, as long as ``owner`` is there.
+
+    Returns:
+        Ends that earlier.
+    """
+    number = id(owner)
+    _open.add(number)
+    if _is_main_thread() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _on_ctrl_c)
+    return weakref.finalize(owner, _note_no_longer, number)
+
+
+def _note_no_longer(number: int) -> None:
+    _open.discard(number)
+    # On another thread it can't be set: then _on_ctrl_c does what the default handler does.
+    ours = _is_main_thread() and signal.getsignal(signal.SIGINT) is _on_ctrl_c
+    if ours and not _open and not _is_noted:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _on_ctrl_c(_number: int, frame: FrameType | None) -> None:
+    global _is_noted, _is_again  # noqa: PLW0603
+    is_again, _is_again = _is_again, False
+    if is_again and not _is_noted:
+        return  # it was raised meanwhile
+    if not _open:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if not _open or _is_users(frame):
+        _is_noted = False
+        raise KeyboardInterrupt
+    if not _is_noted:
+        _is_noted = True
+        _thread.start_new_thread(_look_again, ())
+    _wake()
+
+
+def _is_users(frame: FrameType | None) -> bool:
+    """Return True if the innermost frame outside of libraries is not ours."""
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__")).partition(".")[0]
+        # Methods of a NamedTuple have a module of their own.
+        if module not in _LIBRARIES and not module.startswith("namedtuple_"):
+            return module != _OURS
+        frame = frame.f_back
+    return True
+
+
+def _look_again() -> None:
+    """Have the handler look at the main thread's frame again, until Ctrl-C is raised."""
+    global _is_again  # noqa: PLW0603
+    while _is_noted:
+        time.sleep(_AGAIN_S)
+        if _is_noted:
+            _is_again = True
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+
+# Signals that ask this process to end.
+
+
+def watch(save_and_exit: Callable[[], None]) -> None:
+    """Note the signals from now on; :func:`check` then calls ``save_and_exit``.
+
+    Args:
+        save_and_exit: saves, and raises :class:`Interrupted`.
+    """
+    global _save_and_exit  # noqa: PLW0603
+    _save_and_exit = save_and_exit
+    if not _is_main_thread():
+        log.warning("a Checkpoint that is not made on the main thread sees no signals")
+        return
+    for number in SIGNALS:
+        if signal.getsignal(number) is not _note:
+            # None: it was not set by Python, which so can't restore it.
+            _previous[number] = signal.signal(number, _note) or signal.SIG_DFL
+
+
+def requested_signal() -> str:
+    """The signal that asked this process to end; "" if none did."""
+    return _requested
+
+
+def _note(number: int, frame: FrameType | None) -> None:
+    global _requested  # noqa: PLW0603
+    _requested = signal.Signals(number).name
+    _wake()
+    previous = _previous.get(number)
+    if callable(previous):
+        previous(number, frame)
+
+
+def stop_watching() -> None:
+    """Restore the handlers from before :func:`watch`, and forget a signal that has come."""
+    global _save_and_exit, _requested
+    _save_and_exit, _requested = None, ""
+    for number, handler in _previous.items():
+        signal.signal(number, handler)
+    _previous.clear()
+
+
+def _forked() -> None:
+    """A signal that is sent to a forked child concerns that process alone.
+
+    A DataLoader, for example, ends its children by SIGTERM.
+    """
+    global _is_noted  # noqa: PLW0603
+    stop_watching()
+    _open.clear()
+    _is_noted = False
+    if signal.getsignal(signal.SIGINT) is _on_ctrl_c:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+os.register_at_fork(after_in_child=_forked)
