@@ -61,7 +61,7 @@ def one_batch_then_in_a_step(collector: dc.RPCDataCollector) -> None:
     """Take a batch; the worker is in a step of the next rollout then, which doesn't end."""
     Gated.permits.release(STEPS + 3)
     collector.next(SOON_S)
-    engine = workers_of(collector).services[0]._engine
+    engine = workers_of(collector).services[0]._configured.engine
     assert engine is not None
     eventually(lambda: engine.counter.stepped == STEPS + 3)
 
@@ -100,7 +100,7 @@ def test_a_seed_waits_for_a_step_and_not_for_a_rollout() -> None:
         one_batch_then_in_a_step(collector)
         setting = threading.Thread(target=collector.set_seed, args=(5,), daemon=True)
         setting.start()
-        eventually(lambda: workers_of(collector).services[0]._engine._interrupts._preempted == 1)
+        eventually(lambda: workers_of(collector).services[0]._configured.engine._interrupts._preempted == 1)
         Gated.permits.release()
         setting.join(SOON_S / 2)
         assert not setting.is_alive(), "it waits for the rest of the rollout"
