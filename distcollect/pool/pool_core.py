@@ -307,7 +307,7 @@ class PoolCore:
     def settle_delivered(self, requests: Sequence[RolloutRequest], cause: str | None) -> None:
         """The user has these rollouts, which were delivered; or they are lost by ``cause``.
 
-                Those that are kept for other trainers have their own fate; a cause says that the user does
+        Those that are kept for other trainers have their own fate; a cause says that the user does
         not get the reference.
         """
         if self.closed:
