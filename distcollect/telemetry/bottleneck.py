@@ -60,11 +60,10 @@ def find_bottleneck(stats: Stats) -> Bottleneck:
         for name, share in sorted(shares.items(), key=lambda item: -item[1])
         if share >= 0.005
     )
-    by = _BOUND_IN_PROCESS.get(bound) if stats.in_process else None
-    sentence = f"{by or _BOUND_BY[bound]} (of the time: {parts}). {_advice(bound, stats)} "
+    by = (_BOUND_IN_PROCESS if stats.in_process else _BOUND_BY)[bound]
+    sentence = f"Bound by {by} (of the time: {parts}). {_advice(bound, stats)} "
     rest = waits if bound not in ("env", "policy") else None
-    sentence += _on_workers(more, stats, rest)
-    sentence += _on_lag(stats)
+    sentence += _on_workers(more, stats, rest) + _on_lag(stats)
     if stats.elapsed_s < _BRIEF_S:
         sentence += f" That is from {stats.elapsed_s:.2g} s only."
     return Bottleneck(bound, shares, more, sentence)
@@ -73,26 +72,23 @@ def find_bottleneck(stats: Stats) -> Bottleneck:
 def _bound(shares: Mapping[str, float]) -> Bound:
     """The largest share, where envs and policy count as one: more workers shorten both."""
     collecting: Bound = "env" if shares["env"] >= shares["policy"] else "policy"
-    grouped: dict[Bound, float] = {
-        collecting: shares["env"] + shares["policy"],
-        "trainer": shares["trainer"],
-        "network": shares["network"],
-        "weights": shares["weights"],
-    }
-    return max(grouped, key=lambda name: grouped[name])
+    others: tuple[Bound, ...] = ("trainer", "network", "weights")
+    largest = max(others, key=lambda name: shares[name])
+    return collecting if shares["env"] + shares["policy"] >= shares[largest] else largest
 
 
-_BOUND_BY = {
-    "trainer": "Bound by the trainer's own work between two batches",
-    "env": "Bound by the envs",
-    "policy": "Bound by the policy's inference",
-    "network": "Bound by moving rollouts to the trainer",
-    "weights": "Bound by sending weights",
+_BOUND_BY: dict[Bound, str] = {
+    "trainer": "the trainer's own work between two batches",
+    "env": "the envs",
+    "policy": "the policy's inference",
+    "network": "moving rollouts to the trainer",
+    "weights": "sending weights",
 }
 # For a collector that steps its envs itself.
-_BOUND_IN_PROCESS = {
-    "network": "Bound by writing frames to memory and making batches of them",
-    "weights": "Bound by copying weights",
+_BOUND_IN_PROCESS: dict[Bound, str] = {
+    **_BOUND_BY,
+    "network": "writing frames to memory and making batches of them",
+    "weights": "copying weights",
 }
 
 
@@ -155,29 +151,38 @@ def _more_workers(stats: Stats, waits: float) -> float:
 
 
 def _advice(bound: Bound, stats: Stats) -> str:
-    if bound == "network":
-        return _advice_on_network(stats)
-    if bound == "env":
-        return _advice_on_envs(stats)
-    if bound == "weights" and stats.in_process:
-        return "Publish less often, or train the collector's own policy, which needs no copy."
-    return _ADVICE[bound]
-
-
-_ADVICE = {
-    "trainer": "A faster training step helps most, or fewer of them for each batch.",
-    "policy": "A smaller or compiled policy helps, a GPU for it (policy_device), or more envs for "
-    "each of its calls (envs_per_worker).",
-    "weights": "Publish less often or with wait=False, or send less: "
-    "WeightSync(wire_dtype='bfloat16'), changes_only, exclude.",
-}
+    match bound:
+        case "network":
+            return _advice_on_network(stats)
+        case "env":
+            return _advice_on_envs(stats)
+        case "trainer":
+            return "A faster training step helps most, or fewer of them for each batch."
+        case "weights" if stats.in_process:
+            return "Publish less often, or train the collector's own policy, which needs no copy."
+        case "weights":
+            return (
+                "Publish less often or with wait=False, or send less: "
+                "WeightSync(wire_dtype='bfloat16'), changes_only, exclude."
+            )
+        case _:
+            return (
+                "A smaller or compiled policy helps, a GPU for it (policy_device), or more envs "
+                "for each of its calls (envs_per_worker)."
+            )
 
 
 def _advice_on_envs(stats: Stats) -> str:
-    slow = _straggler(stats)
-    if slow is not None:
+    busy = {w: 1 - each.times.wait for w, each in _collecting(stats).items()}
+    slowest = max(busy, key=busy.__getitem__, default=0)
+    if (
+        stats.sync
+        and len(busy) > 1
+        and busy[slowest] >= _STRAGGLER * sum(busy.values()) / len(busy)
+    ):
         return (
-            f"Worker {slow} holds the others up: give it less to do, or set preemptive_threshold."
+            f"Worker {slowest} holds the others up: give it less to do, or set "
+            "preemptive_threshold."
         )
     if stats.times.cpu < _BUSY_CPU:
         return (
@@ -221,14 +226,6 @@ def _on_lag(stats: Stats) -> str:
         f"the trainer: {stats.mean_ready:.1f} rollouts waited when it asked for one. Fewer workers "
         "or Staleness(max_policy_lag=...) make the lag smaller."
     )
-
-
-def _straggler(stats: Stats) -> int | None:
-    busy = {w: 1 - each.times.wait for w, each in _collecting(stats).items()}
-    if not stats.sync or len(busy) < 2:
-        return None
-    slowest = max(busy, key=lambda w: busy[w])
-    return slowest if busy[slowest] >= _STRAGGLER * sum(busy.values()) / len(busy) else None
 
 
 def _on_workers(more: float, stats: Stats, rest: float | None) -> str:

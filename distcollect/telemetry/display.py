@@ -47,19 +47,14 @@ def rendered(stats: Stats, height: int) -> RenderableType:
     from rich.console import Group  # noqa: PLC0415 - slow to import, and most runs have no terminal
     from rich.text import Text  # noqa: PLC0415
 
-    trainer = ", ".join(_shares(vars(stats.trainer)))
+    shares = ((name, share) for name, share in vars(stats.trainer).items() if share >= 0.005)
+    trainer = ", ".join(f"{name} {share:.0%}" for name, share in shares)
+    rest = f"{stats.num_restarts} restarts", f"{stats.num_ready} rollouts ready"
     lines = [
         f"{stats.collector}: " + ", ".join(_progress(stats)),
         ", ".join([*_episodes(stats), _lag(stats), f"version {stats.policy_version}"]),
         f"trainer: {trainer or 'nothing yet'}",
-        ", ".join(
-            [
-                *_lost(stats),
-                f"{stats.num_restarts} restarts",
-                f"{stats.num_ready} rollouts ready",
-                f"{stats.num_bytes / 1e6:,.0f} MB fetched",
-            ]
-        ),
+        ", ".join([*_lost(stats), *rest, f"{stats.num_bytes / 1e6:,.0f} MB fetched"]),
     ]
     if stats.env_faults:
         lines.append(
@@ -138,10 +133,6 @@ def _lost(stats: Stats) -> list[str]:
     return [f"lost: {', '.join(lost)}"] if lost else []
 
 
-def _shares(values: dict[str, float]) -> Iterable[str]:
-    return (f"{name} {share:.0%}" for name, share in values.items() if share >= 0.005)
-
-
 def _duration(seconds: float) -> str:
     if seconds > _YEARS_S:  # a total may stand for "endless"
         return "years"
@@ -157,22 +148,17 @@ def _table(workers: Iterable[tuple[int, WorkerStats]]) -> RenderableType:
     for name in ("frames/s", "lag", "env", "policy", "waits", "restarts", "lost"):
         table.add_column(name, justify="right")
     for worker_id, worker in workers:
-        table.add_row(str(worker_id), *_cells(worker))
+        times = worker.times
+        table.add_row(
+            str(worker_id),
+            worker.state,
+            f"{worker.frames_per_s:,.0f}",
+            f"{worker.lag.mean:.2g}",
+            *(f"{share:.0%}" for share in (times.env, times.policy, times.wait)),
+            str(worker.num_restarts),
+            f"{sum(worker.lost.values()):,}",
+        )
     return table
-
-
-def _cells(worker: WorkerStats) -> list[str]:
-    times = worker.times
-    return [
-        worker.state,
-        f"{worker.frames_per_s:,.0f}",
-        f"{worker.lag.mean:.2g}",
-        f"{times.env:.0%}",
-        f"{times.policy:.0%}",
-        f"{times.wait:.0%}",
-        str(worker.num_restarts),
-        f"{sum(worker.lost.values()):,}",
-    ]
 
 
 class Display:

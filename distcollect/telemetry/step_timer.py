@@ -153,9 +153,7 @@ class TracingStepTimer(StepTimer):
 
     def timed(self, begin: int, middle: int, end: int, stride: int) -> None:
         super().timed(begin, middle, end, stride)
-        if not self._thinning:
-            return
-        if self._num_timed % self._thinning == 0:
+        if self._thinning and self._num_timed % self._thinning == 0:
             self._steps.append((begin, middle, end))
             if len(self._steps) > _MOST_STEPS:
                 del self._steps[1::2]
@@ -212,45 +210,27 @@ class Episodes:
         ``rests``: trajectories whose episode began with frames that were dropped.
         """
         ids = slab.traj_ids.reshape(-1)
-        num_steps = slab.num_steps
-        ended = slab.ended
-        if slab.faulted.any():
-            ended = ended & ~slab.faulted
         # Split the rows into parts of trajectories, one row after the other.
-        begins = np.empty(len(ids), bool)
-        np.not_equal(ids[1:], ids[:-1], out=begins[1:])
-        begins[::num_steps] = True
-        (first,) = begins.nonzero()
+        begins = np.append(True, ids[1:] != ids[:-1])
+        begins[:: slab.num_steps] = True
+        first = begins.nonzero()[0]
+        last = np.append(first[1:], len(ids)) - 1
         returns = np.add.reduceat(slab.reward.reshape(-1), first, dtype=np.float64)
-        last = np.empty_like(first)
-        np.subtract(first[1:], 1, out=last[:-1])
-        last[-1] = len(ids) - 1
+        is_real = ids[first] >= 0  # the others are padding
+        first, last, returns = first[is_real], last[is_real], returns[is_real]
         lengths = last - first + 1
         parts = ids[first]
-        is_end = ended.reshape(-1)[last]
+        is_end = (slab.ended & ~slab.faulted).reshape(-1)[last]
         if rests:
             is_end &= ~np.isin(parts, rests)
         self.ended_at = last[is_end]
-        if slab.num_frames == len(ids):
-            heads = first.searchsorted(np.arange(0, len(ids), num_steps))
-            rows: slice | np.ndarray = slice(None)
-        else:
-            real = parts >= 0
-            of = first[real] // num_steps
-            returns, lengths, parts = returns[real], lengths[real], parts[real]
-            is_end = is_end[real]
-            self.ended_at = last[real][is_end]
-            rows, heads = np.unique(of, return_index=True)
-            if not len(rows):
-                return [], []
+        rows, heads = np.unique(first // slab.num_steps, return_index=True)
         # Add what belongs to earlier rollouts.
         goes_on = parts[heads] == self._ids[rows]
         # Not times goes_on: NaN times 0 is NaN, which would spoil the next episode.
         returns[heads] += np.where(goes_on, self._returns[rows], 0.0)
         lengths[heads] += self._lengths[rows] * goes_on
-        tails = np.empty_like(heads)
-        np.subtract(heads[1:], 1, out=tails[:-1])
-        tails[-1] = len(parts) - 1
+        tails = np.append(heads[1:], len(parts))[: len(rows)] - 1
         self._ids[rows] = parts[tails]
         self._returns[rows] = returns[tails]
         self._lengths[rows] = lengths[tails]
