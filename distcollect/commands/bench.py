@@ -212,7 +212,7 @@ def measure(
         steps = loop.num_steps
         bare = loop.window
         if num_workers:
-            loops = _LoopProcesses(make_env, policy, num_workers, num_envs, steps)
+            loops = LoopProcesses(make_env, policy, num_workers, num_envs, steps)
             bare = stack.enter_context(contextlib.closing(loops)).window
         options: dict[str, Any] = {
             "frames_per_batch": num_envs * steps,
@@ -284,8 +284,8 @@ class BareLoop:
         self.num_steps = _TRIAL_STEPS
         self._allocate()
         if num_steps is None:
-            self._fill()
-            per_rollout_s = self._fill() / _rate(self._fill, 2 * _ROLLOUT_S)
+            self.rollout()
+            per_rollout_s = self.rollout() / _rate(self.rollout, 2 * _ROLLOUT_S)
             num_steps = round(_TRIAL_STEPS * _ROLLOUT_S / per_rollout_s)
         self.num_steps = min(max(1, num_steps), _MOST_STEPS)
         self._allocate()
@@ -297,8 +297,8 @@ class BareLoop:
 
     def window(self, seconds: float) -> float:
         """Collect for ``seconds``; the frames/s."""
-        self._fill()
-        return _rate(self._fill, seconds)
+        self.rollout()
+        return _rate(self.rollout, seconds)
 
     def _allocate(self) -> None:
         rows, steps = len(self._envs), self.num_steps
@@ -338,7 +338,7 @@ class BareLoop:
                 )
             yield partial(_choose, inputs, call, reader)
 
-    def _fill(self) -> int:
+    def rollout(self) -> int:
         """Collect a rollout; the number of frames."""
         for array in self._memory:
             array[0] = array[-1]
@@ -380,7 +380,7 @@ def _choose(inputs: Inputs, call: Callable[[], Any], reader: OutputReader) -> An
     return reader.read(call())
 
 
-class _LoopProcesses:
+class LoopProcesses:
     """Bare loops side by side, in a process each."""
 
     def __init__(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 import distcollect as dc
-from benchmarks.bare import BareLoop
+from benchmarks.bare import bare_loop
 from benchmarks.contenders import arguments
 from benchmarks.items import Values
 from benchmarks.workloads import WORKLOADS
@@ -24,10 +24,10 @@ _FEWEST_PAIRS = 8
 def run_beside_bare(seconds: float, *, name: str) -> Values:
     """Frames/s of SyncDataCollector over the bare loop's."""
     torch.set_num_threads(1)
-    bare = BareLoop(WORKLOADS[name]).batches()
+    bare = bare_loop(WORKLOADS[name])
     with dc.SyncDataCollector(**arguments(WORKLOADS[name])) as collector:
         ratio, pairs = ratio_of_pairs(
-            lambda: next(bare), collector.next, seconds, clock=time.perf_counter
+            bare.rollout, collector.next, seconds, clock=time.perf_counter
         )
     return {"speed_ratio": ratio, "pairs": pairs}
 

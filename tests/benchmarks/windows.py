@@ -25,7 +25,6 @@ def frames_per_s(
     batches: Iterable[Batch],
     seconds: float,
     clock: Callable[[], float] = time.perf_counter,
-    start: Callable[[], None] = lambda: None,
 ) -> float:
     """The sum of the sources' rates, each between two arrivals of that source.
 
@@ -35,7 +34,6 @@ def frames_per_s(
         batches: yields (source, frames) as batches arrive.
         seconds: least length of the window after the warm-up.
         clock: in seconds.
-        start: called after the warm-up, before the window begins.
 
     Raises:
         NotEnough: the batches ended before the window did.
@@ -47,7 +45,6 @@ def frames_per_s(
         warm.add(source)
         if count >= _WARM_UP_BATCHES and clock() - begin >= WARM_UP * seconds:
             break
-    start()
     first: dict[int, float] = {}
     last: dict[int, float] = {}
     frames: dict[int, int] = {}

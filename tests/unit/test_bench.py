@@ -129,17 +129,15 @@ def test_a_window_counts_whole_batches_of_each_source_after_the_warm_up() -> Non
 
 
 def test_a_window_excludes_the_warm_up() -> None:
-    now, started = 0.0, []
+    now = 0.0
 
     def batches():
         nonlocal now
         for number in count():
-            now += 10.0 if number < 5 else 1.0
+            now += 10.0 if number < 4 else 1.0
             yield 0, 7
 
-    rate = frames_per_s(batches(), 20, clock=lambda: now, start=lambda: started.append(now))
-    assert started == [30.0]
-    assert rate < 7.0
+    assert frames_per_s(batches(), 20, clock=lambda: now) == 7.0
 
 
 def test_selection_of_what_is_compared(capsys: pytest.CaptureFixture[str]) -> None:
