@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from distcollect.common import open_files, worker_guard
@@ -122,45 +122,16 @@ class LocalProcesses:
         self._watchdog: threading.Thread | None = None
         self._owner = Owner()
 
-    def start(self, wanted: Spawn, trainer: TrainerAddress, placement: CpuPlacement) -> None:
+    def spawn(self, wanted: Spawn, trainer: TrainerAddress, placement: CpuPlacement) -> None:
         """Start the worker process that a trainer wants; report it as ended if that fails."""
-        boot = WorkerBoot(
-            worker_id=wanted.worker_id,
-            incarnation=wanted.incarnation,
-            trainer=trainer,
-            settings=wanted.settings,
-            cores=placement.cores,
-            num_threads=placement.num_threads,
-        )
         try:
-            self.spawn(boot, wanted.env)
+            running = self._spawn(wanted, trainer, placement)
         except OSError as error:
             process_exit = ProcessExit(-1, 0, f"it could not be started: {error}")
             self._events.exited(wanted.worker_id, wanted.incarnation, process_exit)
-
-    def spawn(self, boot: WorkerBoot, env: Mapping[str, str]) -> None:
-        """Start a worker process.
-
-        Args:
-            boot: what it reads first; its ``counters_fd``, ``sys_path`` and ``authkey`` are filled
-                in here.
-            env: environment variables to add to those that this process had when it made this.
-
-        Raises:
-            OSError: the system can't start it.
-        """
-        counters = SharedStepCounter()
-        boot = replace(
-            boot,
-            counters_fd=counters.fd,
-            sys_path=self._inheritance.sys_path,
-            authkey=multiprocessing.current_process().authkey.hex(),
-        )
-        process = self._start(boot, env, counters)
-        watch = ProgressWatch(boot.settings.step_timeout_s)
-        running = _Running(process, counters, boot, env, watch)
+            return
         with self._lock:
-            self._running[boot.worker_id, boot.incarnation] = running
+            self._running[wanted.worker_id, wanted.incarnation] = running
             if self._watchdog is None:
                 self._watchdog = threading.Thread(
                     target=self._watch_all, name="distcollect-watchdog", daemon=True
@@ -171,6 +142,23 @@ class LocalProcesses:
         )
         self._reapers = [thread for thread in self._reapers if thread.is_alive()] + [reaper]
         reaper.start()
+
+    def _spawn(self, wanted: Spawn, trainer: TrainerAddress, placement: CpuPlacement) -> _Running:
+        counters = SharedStepCounter()
+        boot = WorkerBoot(
+            worker_id=wanted.worker_id,
+            incarnation=wanted.incarnation,
+            trainer=trainer,
+            settings=wanted.settings,
+            cores=placement.cores,
+            num_threads=placement.num_threads,
+            counters_fd=counters.fd,
+            sys_path=self._inheritance.sys_path,
+            authkey=multiprocessing.current_process().authkey.hex(),
+        )
+        process = self._start(boot, wanted.env, counters)
+        watch = ProgressWatch(wanted.settings.step_timeout_s)
+        return _Running(process, counters, boot, wanted.env, watch)
 
     def _start(
         self, boot: WorkerBoot, env: Mapping[str, str], counters: SharedStepCounter

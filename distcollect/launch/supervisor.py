@@ -236,7 +236,7 @@ def _serve(
         while goodbye is None and (message := connection.receive()) is not None:
             if isinstance(message, Spawn):
                 leave_timeout_s = message.settings.leave_timeout_s
-                processes.start(message, trainer, placement)
+                processes.spawn(message, trainer, placement)
             elif isinstance(message, Kill):
                 processes.kill(message.worker_id, message.incarnation)
             elif isinstance(message, Goodbye):

@@ -251,7 +251,7 @@ class WorkerHosts(JoinServerEvents):
         if supervisor is not None:
             supervisor.connection.send(wanted)
         elif self._local is not None and worker_id < self._num_local:
-            self._local.start(wanted, self._trainer, self._placements[worker_id])
+            self._local.spawn(wanted, self._trainer, self._placements[worker_id])
         else:
             raise LaunchError(f"the supervisor of worker {worker_id} is gone")
 

@@ -17,8 +17,9 @@ from helpers.waiting import eventually, stop_process
 
 from distcollect.common.process_exit import ProcessExit
 from distcollect.launch import local_processes, zygote
+from distcollect.launch.cpu_placement import CpuPlacement
 from distcollect.launch.local_processes import LocalProcesses, ProcessEvents
-from distcollect.net.messages import TrainerAddress, WorkerBoot
+from distcollect.net.messages import Spawn, TrainerAddress, WorkerSettings
 
 WAIT_S = 120
 REAP_S = 4.0
@@ -63,7 +64,8 @@ def test_all_end_within_one_time_limit_though_the_zygote_or_their_guards_hang(
     with socket.create_server(("127.0.0.1", 0)) as silent:
         trainer = TrainerAddress("127.0.0.1", silent.getsockname()[1], "")
         for worker_id in range(4):
-            processes.spawn(WorkerBoot(worker_id, 0, trainer), {})
+            wanted = Spawn(worker_id, 0, WorkerSettings(), {})
+            processes.spawn(wanted, trainer, CpuPlacement(None, 1))
         pid = zygote.pid()
         assert pid is not None
         eventually(lambda: len(descendants(pid)) == 8, WAIT_S)  # with the guards

@@ -23,17 +23,19 @@ from helpers.waiting import eventually
 
 from distcollect.common.process_exit import ProcessExit
 from distcollect.launch import local_processes, zygote
+from distcollect.launch.cpu_placement import CpuPlacement
 from distcollect.launch.local_processes import LocalProcesses, ProcessEvents
-from distcollect.net.messages import TrainerAddress, WorkerBoot
+from distcollect.net.messages import Spawn, TrainerAddress, WorkerSettings
 
 SOON_S = 60
 HANG = "import time; time.sleep(1000)"
 GRANDCHILD = "import subprocess; subprocess.Popen(['sleep', '1000'], start_new_session=True)"
-Spawn = Callable[[int, str], None]
+SpawnCode = Callable[[int, str], None]
 
 
-def boot(worker_id: int, port: int = 0) -> WorkerBoot:
-    return WorkerBoot(worker_id, 0, TrainerAddress("127.0.0.1", port, ""))
+def start(processes: LocalProcesses, worker_id: int, port: int = 0, **env: str) -> None:
+    wanted = Spawn(worker_id, 0, WorkerSettings(), env)
+    processes.spawn(wanted, TrainerAddress("127.0.0.1", port, ""), CpuPlacement(None, 1))
 
 
 class Exits(ProcessEvents):
@@ -63,14 +65,13 @@ def processes(marked: Marked, exits: Exits) -> Iterator[LocalProcesses]:
 
 
 @pytest.fixture
-def spawn(processes: LocalProcesses, tmp_path: Path) -> Spawn:
+def spawn(processes: LocalProcesses, tmp_path: Path) -> SpawnCode:
     def spawn(worker_id: int, code: str) -> None:
         folder = tmp_path / str(worker_id)
         folder.mkdir(exist_ok=True)
         (folder / "sitecustomize.py").write_text(code)
         # Code of the same size written in the same second would be loaded from the old .pyc file.
-        env = {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
-        processes.spawn(boot(worker_id), env)
+        start(processes, worker_id, PYTHONPATH=str(folder), PYTHONDONTWRITEBYTECODE="1")
 
     return spawn
 
@@ -85,24 +86,24 @@ def test_a_real_worker_that_finds_no_trainer_says_so(
     with socket.socket() as nobody_listens:
         nobody_listens.bind(("127.0.0.1", 0))
         port = nobody_listens.getsockname()[1]
-        processes.spawn(boot(3, port), {})
+        start(processes, 3, port)
         assert exits.next(60) == (3, 1)
     assert "ConnectionRefusedError" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("code", [0, 1, 7])
-def test_exit_codes_are_reported(spawn: Spawn, exits: Exits, code: int) -> None:
+def test_exit_codes_are_reported(spawn: SpawnCode, exits: Exits, code: int) -> None:
     spawn(2, f"import os; os._exit({code})")
     assert exits.next() == (2, code)
 
 
-def test_deaths_by_signal_are_reported(spawn: Spawn, exits: Exits) -> None:
+def test_deaths_by_signal_are_reported(spawn: SpawnCode, exits: Exits) -> None:
     spawn(2, "import os; os.kill(os.getpid(), 11)")
     assert exits.next() == (2, -signal.SIGSEGV)
 
 
 def test_kill_ends_a_worker_and_what_it_started_and_no_other(
-    processes: LocalProcesses, spawn: Spawn, exits: Exits, marked: Marked
+    processes: LocalProcesses, spawn: SpawnCode, exits: Exits, marked: Marked
 ) -> None:
     for worker_id in (0, 1):
         spawn(worker_id, f"{GRANDCHILD}; {HANG}")
@@ -143,20 +144,22 @@ def test_a_kill_is_not_lost_while_a_worker_is_started_by_itself(
     local_processes.log.addFilter(kill_zygote)
     os.kill(pid, signal.SIGSTOP)
     try:
-        processes.spawn(boot(5), {})
+        start(processes, 5)
         processes.close(0)
     finally:
         local_processes.log.removeFilter(kill_zygote)
     assert exits.next() == (5, -signal.SIGKILL)
 
 
-def test_what_a_worker_leaves_behind_is_ended(spawn: Spawn, exits: Exits, marked: Marked) -> None:
+def test_what_a_worker_leaves_behind_is_ended(
+    spawn: SpawnCode, exits: Exits, marked: Marked
+) -> None:
     spawn(0, f"{GRANDCHILD}; import os; os._exit(0)")
     assert exits.next() == (0, 0)
     await_count(marked, 0)
 
 
-def test_a_worker_ends_with_its_guard(spawn: Spawn, exits: Exits, marked: Marked) -> None:
+def test_a_worker_ends_with_its_guard(spawn: SpawnCode, exits: Exits, marked: Marked) -> None:
     spawn(0, HANG)
     await_count(marked, 2)
     [guard] = [pid for pid in marked.pids() if descendants(pid)]
@@ -165,14 +168,14 @@ def test_a_worker_ends_with_its_guard(spawn: Spawn, exits: Exits, marked: Marked
     await_count(marked, 0)
 
 
-def test_a_slot_can_be_used_again(spawn: Spawn, exits: Exits) -> None:
+def test_a_slot_can_be_used_again(spawn: SpawnCode, exits: Exits) -> None:
     for code in (5, 6):
         spawn(0, f"import os; os._exit({code})")
         assert exits.next() == (0, code)
 
 
 def test_close_waits_then_kills_and_reaps(
-    processes: LocalProcesses, spawn: Spawn, exits: Exits, marked: Marked
+    processes: LocalProcesses, spawn: SpawnCode, exits: Exits, marked: Marked
 ) -> None:
     spawn(0, "import time, os; time.sleep(0.5); os._exit(0)")
     spawn(1, f"{GRANDCHILD}; {HANG}")

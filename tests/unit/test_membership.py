@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from itertools import pairwise
 from typing import Any
 
@@ -51,20 +50,6 @@ def watch(
 
 def only(kind: type, said: list[tuple[float, MembershipCommand]]) -> list[tuple[float, Any]]:
     return [(when, command) for when, command in said if isinstance(command, kind)]
-
-
-def test_a_slot_is_filled_at_once_and_once() -> None:
-    membership = make()
-    assert membership.next_tick(3.0) == math.inf
-    membership.open(4, 3.0)
-    assert membership.state(4) is WorkerState.JOINING
-    assert membership.next_tick(3.0) <= 3.0
-    assert membership.tick(3.0) == [Start(4, 0)]
-    assert membership.phase(4) is WorkerPhase.STARTED
-    membership.open(4, 4.0)
-    assert membership.tick(4.0) == []
-    membership.ready(4, 0, 5.0)
-    assert membership.states == {4: WorkerState.READY}
 
 
 def test_who_is_unknown_has_left() -> None:
@@ -154,44 +139,6 @@ def test_replacements_come_after_growing_pauses() -> None:
     assert membership.num_hopeful == 0
 
 
-@pytest.mark.parametrize("max_restarts", [0, 1, 5])
-@pytest.mark.parametrize("sound", [True, False])
-def test_a_sound_minute_starts_the_count_anew(max_restarts: int, *, sound: bool) -> None:
-    membership = make(max_restarts)
-    membership.open(0, 0.0)
-    now = 0.0
-    for incarnation in range(max_restarts + 1):
-        now = membership.next_tick(now)
-        assert membership.tick(now) == [Start(0, incarnation)]
-        if incarnation < max_restarts:
-            membership.ended(0, incarnation, now)
-    membership.ready(0, max_restarts, now)
-    now += 60.0 if sound else 59.9
-    membership.ended(0, max_restarts, now)
-    assert membership.state(0) is (
-        WorkerState.JOINING if sound and max_restarts else WorkerState.LOST
-    )
-    if sound and max_restarts:
-        assert membership.delay(0, now) == 0
-        for further in range(1, max_restarts + 1):
-            now = membership.next_tick(now)
-            assert membership.tick(now) == [Start(0, max_restarts + further)]
-            membership.ended(0, max_restarts + further, now)
-        assert membership.state(0) is WorkerState.LOST
-
-
-def test_nobody_comes_for_who_leaves() -> None:
-    membership = working()
-    membership.leave(0, 5.0, 1.0)
-    assert membership.state(0) is WorkerState.READY
-    membership.ended(0, 0, 2.0)
-    assert membership.state(0) is WorkerState.LEFT
-    assert membership.delay(0, 2.0) is None
-    assert membership.next_tick(2.0) == math.inf
-    assert membership.tick(1000.0) == []
-    assert membership.num_hopeful == 0
-
-
 def test_who_leaves_has_only_so_much_time() -> None:
     membership = working()
     membership.leave(0, 5.0, 1.0)
@@ -205,24 +152,6 @@ def test_who_leaves_has_only_so_much_time() -> None:
     ((when, overdue),) = only(Overdue, watch(membership, 5.0, 20.0))
     assert when == pytest.approx(6.0)
     assert "took too long" in overdue.reason
-
-
-@pytest.mark.parametrize("left", [True, False])
-def test_a_slot_can_be_opened_again(*, left: bool) -> None:
-    membership = working(max_restarts=0)
-    if left:
-        membership.leave(0, 5.0, 1.0)
-    membership.ended(0, 0, 2.0)
-    assert membership.state(0) is (WorkerState.LEFT if left else WorkerState.LOST)
-    membership.open(0, 3.0)
-    assert membership.state(0) is WorkerState.JOINING
-    assert membership.tick(3.0) == [Start(0, 1)]
-    membership.ready(0, 1, 4.0)
-    membership.heard(0, 1, 9.0)
-    # It is not the process that was told to leave.
-    assert only(Overdue, watch(membership, 4.0, 12.0)) == []
-    membership.ended(0, 1, 12.0)
-    assert membership.state(0) is WorkerState.LOST
 
 
 def test_hopeful_are_those_that_are_here_or_on_their_way() -> None:
@@ -289,23 +218,6 @@ def test_commands_come_in_the_order_in_which_they_were_due() -> None:
     membership.close(2)
     assert membership.next_tick(0.0) == 3.0
     assert membership.tick(9.0) == [Start(1, 0), Start(3, 0), Start(0, 0)]
-
-
-def test_pings_are_spread_from_the_start() -> None:
-    membership = make()
-    for worker_id in range(1000):
-        membership.open(worker_id, 0.0)
-    membership.tick(0.0)
-    for worker_id in range(1000):
-        membership.ready(worker_id, 0, 0.0)
-    request: Counter[int] = Counter()
-    for step in range(500):
-        now = step / 100
-        for command in membership.tick(now):
-            request[step // 10] += 1
-            membership.heard(command.worker_id, command.incarnation, now)
-    assert sum(request.values()) >= 2 * 1000
-    assert max(request.values()) < 150, "in a tenth of a second"
 
 
 def test_a_process_that_ends_in_order_is_watched_until_it_has_ended() -> None:

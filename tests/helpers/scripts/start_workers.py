@@ -6,14 +6,15 @@ import os
 import sys
 import time
 
+from distcollect.launch.cpu_placement import CpuPlacement
 from distcollect.launch.local_processes import LocalProcesses, ProcessEvents
-from distcollect.net.messages import TrainerAddress, WorkerBoot
+from distcollect.net.messages import Spawn, TrainerAddress, WorkerSettings
 
 folder, *todo = sys.argv[1:]
 processes = LocalProcesses(ProcessEvents())
 for worker_id in (0, 1):
-    boot = WorkerBoot(worker_id, 0, TrainerAddress("127.0.0.1", 0, ""))
-    processes.spawn(boot, {"PYTHONPATH": folder})
+    wanted = Spawn(worker_id, 0, WorkerSettings(), {"PYTHONPATH": folder})
+    processes.spawn(wanted, TrainerAddress("127.0.0.1", 0, ""), CpuPlacement(None, 1))
 forked = []
 if "fork" in todo:
     child = os.fork()
