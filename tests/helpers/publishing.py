@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import cloudpickle
@@ -49,6 +49,41 @@ NAMES = [name.replace(".", "_") for name in Telling().state_dict()]
 def told(batch: TensorDict, row: int = 0) -> dict[str, float]:
     """The values of the weights in a row's last frame."""
     return {name: float(batch[name][row, -1]) for name in NAMES}
+
+
+class Disturbed(dc.BroadcastUpdater):
+    """Broadcasts; before the next payload is sent it calls ``disturb``, once.
+
+    Attributes:
+        groups: the workers of each broadcast.
+    """
+
+    def __init__(self, backend: str = "auto") -> None:
+        super().__init__(backend)
+        self.disturb: Callable[[], Any] | None = None
+        self.groups: list[tuple[int, ...]] = []
+
+    def sources(self, payload: torch.Tensor, peers: Mapping[int, int]) -> Mapping[int, Any]:
+        self.groups.append(tuple(peers))
+        return super().sources(payload, peers)
+
+    def send(self, payload: torch.Tensor) -> None:
+        disturb, self.disturb = self.disturb, None
+        if disturb is not None:
+            disturb()
+        super().send(payload)
+
+
+def telling_workers(policy: nn.Module, num_workers: int, **kwargs: Any) -> dc.RPCDataCollector:
+    """A collector with worker processes, in sync mode; see :func:`pids`."""
+    frames = {"frames_per_batch": 4 * num_workers, "sync": True}
+    return dc.RPCDataCollector(ProcessIdEnv, policy, num_workers=num_workers, **frames, **kwargs)
+
+
+def pids(batch: TensorDict) -> dict[int, int]:
+    """worker_id to the id of its process."""
+    ids, pid = batch["collector", "worker_id"][:, -1], batch["observation"][:, -1, 0]
+    return {int(i): int(p) for i, p in zip(ids, pid, strict=True)}
 
 
 Collect = Callable[..., dc.RPCDataCollector]

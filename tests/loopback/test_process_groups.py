@@ -330,13 +330,11 @@ class TestWeights:
                 batch = collector.next()
                 assert told(batch, 1) == dict.fromkeys(NAMES, float(version))
         messages = [record.getMessage() for record in caplog.records]
-        assert len(messages) == len({*messages})
+        assert 0 < len(messages) == len({*messages})
         assert all(
             f"not broadcast by {NAME} any more" in message and "Duplicate GPU" in message
             for message in messages
         )
-        assert updater._current is not None
-        assert updater._current.backend == "gloo"
 
     def test_a_single_failure_is_not_the_backend_s(
         self, collect: Collect, monkeypatch: pytest.MonkeyPatch

@@ -13,11 +13,9 @@ from typing import Any
 
 import cloudpickle
 import pytest
-import torch
 from helpers import nccl_stand_in
-from helpers.envs import ProcessIdEnv
 from helpers.nccl_stand_in import HALFWAY_VARIABLE, NAME
-from helpers.publishing import Telling, told
+from helpers.publishing import Disturbed, Telling, pids, telling_workers, told
 from helpers.waiting import eventually
 
 import distcollect as dc
@@ -27,19 +25,14 @@ nccl_stand_in.register()
 
 
 def push_while_one_dies(
-    collector: dc.RPCDataCollector, policy: Telling, kill: Callable[[int], Any]
+    collector: dc.RPCDataCollector,
+    updater: Disturbed,
+    policy: Telling,
+    kill: Callable[[int], Any],
 ) -> None:
     """Push; ``kill``, which gets worker 1's process id, is called before the payload is sent."""
-    batch = collector.next()
-    victim = int(batch["observation"][1, -1, 0])
-    send = collector._session.updater.send
-
-    def kill_first(payload: torch.Tensor) -> None:
-        collector._session.updater.send = send  # type: ignore[method-assign]
-        kill(victim)
-        send(payload)
-
-    collector._session.updater.send = kill_first  # type: ignore[method-assign]
+    victim = pids(collector.next())[1]
+    updater.disturb = lambda: kill(victim)
     begin = time.monotonic()
     handle = collector.update_policy_weights_(policy, wait=False)
     assert handle is not None
@@ -54,24 +47,20 @@ def push_while_one_dies(
     assert (batch["collector", "policy_version"] == version).all()
     weight = float(policy.wide.detach()[0])
     assert [told(batch, row)["wide"] for row in range(3)] == [weight] * 3
-    assert int(batch["observation"][1, -1, 0]) != victim
+    assert victim not in pids(batch).values()
 
 
 def test_one_that_dies_while_members_are_connected_and_one_in_mid_push(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    policy = Telling()
+    policy, updater = Telling(), Disturbed(NAME)
     halfway = tmp_path / "halfway"
-    with dc.RPCDataCollector(
-        ProcessIdEnv,
-        policy,
-        num_workers=3,
-        frames_per_batch=12,
-        sync=True,
-        init_fn=nccl_stand_in.register,
-        weight_sync=dc.WeightSync(backend=NAME),
+    with telling_workers(
+        policy, 3, init_fn=nccl_stand_in.register, weight_updater=updater
     ) as collector:
-        push_while_one_dies(collector, policy.fill(1), lambda pid: os.kill(pid, signal.SIGKILL))
+        push_while_one_dies(
+            collector, updater, policy.fill(1), lambda pid: os.kill(pid, signal.SIGKILL)
+        )
 
         def kill_halfway(pid: int) -> None:
             monkeypatch.setenv(HALFWAY_VARIABLE, str(halfway))
@@ -84,4 +73,4 @@ def test_one_that_dies_while_members_are_connected_and_one_in_mid_push(
 
             threading.Thread(target=kill, daemon=True).start()
 
-        push_while_one_dies(collector, policy.fill(2), kill_halfway)
+        push_while_one_dies(collector, updater, policy.fill(2), kill_halfway)

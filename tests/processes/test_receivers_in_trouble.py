@@ -14,8 +14,7 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
-from helpers.envs import ProcessIdEnv
-from helpers.publishing import Telling, told
+from helpers.publishing import Disturbed, Telling, pids, telling_workers, told
 from helpers.waiting import stop_process
 
 import distcollect as dc
@@ -23,27 +22,16 @@ import distcollect as dc
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers can't import test modules
 
 
-def pids(collector: dc.RPCDataCollector) -> dict[int, int]:
-    batch = collector.next()
-    ids, pid = batch["collector", "worker_id"][:, -1], batch["observation"][:, -1, 0]
-    return {int(i): int(p) for i, p in zip(ids, pid, strict=True)}
-
-
 class TestReceiversInTrouble:
     @pytest.mark.parametrize("make", [dc.BroadcastUpdater, dc.RPCUpdater, dc.AutoUpdater])
     def test_one_that_is_late_gets_the_newest_when_it_answers(self, make: Any) -> None:
         policy = Telling()
-        with dc.RPCDataCollector(
-            ProcessIdEnv,
-            policy,
-            num_workers=3,
-            frames_per_batch=12,
-            sync=True,
-            # The others answer in time even on a busy machine.
-            weight_sync=dc.WeightSync(ready_timeout_s=2),
-            weight_updater=make(),
+        # The others answer in time even on a busy machine.
+        weight_sync = dc.WeightSync(ready_timeout_s=2)
+        with telling_workers(
+            policy, 3, weight_sync=weight_sync, weight_updater=make()
         ) as collector:
-            stopped = pids(collector)[1]
+            stopped = pids(collector.next())[1]
             stop_process(stopped)
             try:
                 first = collector.update_policy_weights_(policy.fill(1))
@@ -67,29 +55,16 @@ class TestReceiversInTrouble:
 
     def test_one_that_stops_in_the_middle_is_left_behind(self) -> None:
         """One worker says that it is ready, and then stops."""
-        policy = Telling()
-        with dc.RPCDataCollector(
-            ProcessIdEnv,
-            policy,
-            num_workers=3,
-            frames_per_batch=12,
-            sync=True,
-            faults=dc.Faults(weights_timeout_s=1.5),
-            weight_updater=dc.BroadcastUpdater(),
-        ) as collector:
-            stopped = pids(collector)[1]
-            send = collector._session.updater.send
-
-            def stop_first(payload: torch.Tensor) -> None:
-                stop_process(stopped)
-                send(payload)
-
-            collector._session.updater.send = stop_first  # type: ignore[method-assign]
+        policy, updater = Telling(), Disturbed()
+        faults = dc.Faults(weights_timeout_s=1.5)
+        with telling_workers(policy, 3, faults=faults, weight_updater=updater) as collector:
+            stopped = pids(collector.next())[1]
+            updater.disturb = lambda: stop_process(stopped)
             try:
                 handle = collector.update_policy_weights_(policy.fill(1))
             finally:
-                collector._session.updater.send = send  # type: ignore[method-assign]
                 os.kill(stopped, signal.SIGCONT)
+            assert handle is not None
             assert handle.acknowledged.keys() >= {0, 2}
             batch = collector.next()
             assert (batch["collector", "policy_version"] == 1).all()
@@ -97,26 +72,12 @@ class TestReceiversInTrouble:
 
     def test_one_that_dies_meanwhile(self) -> None:
         """One worker says that it is ready, and then dies."""
-        policy = Telling()
-        with dc.RPCDataCollector(
-            ProcessIdEnv,
-            policy,
-            num_workers=3,
-            frames_per_batch=12,
-            sync=True,
-            faults=dc.Faults(max_restarts=0, min_workers=3),
-            weight_updater=dc.BroadcastUpdater(),
-        ) as collector:
-            killed = pids(collector)[1]
+        policy, updater = Telling(), Disturbed()
+        faults = dc.Faults(max_restarts=0, min_workers=3)
+        with telling_workers(policy, 3, faults=faults, weight_updater=updater) as collector:
+            killed = pids(collector.next())[1]
             collector.update_policy_weights_(policy)  # now all are connected
-            send = collector._session.updater.send
-
-            def kill_first(payload: torch.Tensor) -> None:
-                with contextlib.suppress(ProcessLookupError):  # it is tried again
-                    os.kill(killed, signal.SIGKILL)
-                send(payload)
-
-            collector._session.updater.send = kill_first  # type: ignore[method-assign]
+            updater.disturb = lambda: os.kill(killed, signal.SIGKILL)
             handle = collector.update_policy_weights_(policy.fill(1), wait=False)
             assert handle is not None
             handle.wait(20)
@@ -132,25 +93,12 @@ class TestReceiversInTrouble:
     )
     def test_one_that_dies_before_it_is_connected(self, num_workers: int, victim: int) -> None:
         """It dies before the group's first use; workers that it should send to don't wait."""
-        policy = Telling()
-        with dc.RPCDataCollector(
-            ProcessIdEnv,
-            policy,
-            num_workers=num_workers,
-            frames_per_batch=4 * num_workers,
-            sync=True,
-            faults=dc.Faults(max_restarts=0),
-            weight_updater=dc.BroadcastUpdater(),
+        policy, updater = Telling(), Disturbed()
+        with telling_workers(
+            policy, num_workers, faults=dc.Faults(max_restarts=0), weight_updater=updater
         ) as collector:
-            killed = pids(collector)[victim]
-            send = collector._session.updater.send
-
-            def kill_first(payload: torch.Tensor) -> None:
-                collector._session.updater.send = send  # type: ignore[method-assign]
-                os.kill(killed, signal.SIGKILL)
-                send(payload)
-
-            collector._session.updater.send = kill_first  # type: ignore[method-assign]
+            killed = pids(collector.next())[victim]
+            updater.disturb = lambda: os.kill(killed, signal.SIGKILL)
             begin = time.monotonic()
             handle = collector.update_policy_weights_(policy.fill(1), wait=False)
             assert handle is not None
@@ -162,15 +110,9 @@ class TestReceiversInTrouble:
 
     def test_when_all_are_late_the_trainer_waits(self) -> None:
         policy = Telling()
-        with dc.RPCDataCollector(
-            ProcessIdEnv,
-            policy,
-            num_workers=1,
-            frames_per_batch=4,
-            sync=True,
-            weight_sync=dc.WeightSync(ready_timeout_s=0.2),
-        ) as collector:
-            stopped = pids(collector)[0]
+        weight_sync = dc.WeightSync(ready_timeout_s=0.2)
+        with telling_workers(policy, 1, weight_sync=weight_sync) as collector:
+            stopped = pids(collector.next())[0]
             stop_process(stopped)
             resume = threading.Timer(1, os.kill, (stopped, signal.SIGCONT))
             resume.start()
@@ -183,9 +125,7 @@ class TestReceiversInTrouble:
 
     def test_only_the_newest_of_what_was_not_sent_is_sent(self) -> None:
         policy = Telling()
-        with dc.RPCDataCollector(
-            ProcessIdEnv, policy, num_workers=2, frames_per_batch=8, sync=True
-        ) as collector:
+        with telling_workers(policy, 2) as collector:
             handles = [
                 collector.update_policy_weights_(policy.fill(version), wait=False)
                 for version in range(1, 201)
@@ -207,37 +147,19 @@ def test_one_that_is_stopped_in_the_middle_leaves_the_others_in_one_group(num_by
     """
     policy = Telling()
     policy.register_buffer("ballast", torch.zeros(num_bytes, dtype=torch.uint8))
-    with dc.RPCDataCollector(
-        ProcessIdEnv,
-        policy,
-        num_workers=5,
-        frames_per_batch=20,
-        sync=True,
-        # A stopped process is not lost, and no broadcast is given up for its length.
-        faults=dc.Faults(silence_timeout_s=300, weights_timeout_s=300),
-        weight_updater=dc.BroadcastUpdater(),
-    ) as collector:
-        stopped = pids(collector)[0]  # it is to pass the payload on to workers 2 and 4
+    updater = Disturbed()
+    # A stopped process is not lost, and no broadcast is given up for its length.
+    faults = dc.Faults(silence_timeout_s=300, weights_timeout_s=300)
+    with telling_workers(policy, 5, faults=faults, weight_updater=updater) as collector:
+        stopped = pids(collector.next())[0]  # it is to pass the payload on to workers 2 and 4
         collector.update_policy_weights_(policy)  # now all are connected
-        groups: list[tuple[int, ...]] = []
-        updater = collector._session.updater
-        sources, send = updater.sources, updater.send
-
-        def note_group(payload: torch.Tensor, peers: Any) -> Any:
-            groups.append(tuple(peers))
-            return sources(payload, peers)
-
-        def stop_first(payload: torch.Tensor) -> None:
-            updater.send = send  # type: ignore[method-assign]
-            stop_process(stopped)
-            send(payload)
-
-        updater.sources = note_group  # type: ignore[method-assign]
-        updater.send = stop_first  # type: ignore[method-assign]
+        updater.groups.clear()
+        updater.disturb = lambda: stop_process(stopped)
         handle = collector.update_policy_weights_(policy.fill(1), wait=False)
+        assert handle is not None
         try:
             handle.wait(60)
-            assert groups == [(0, 1, 2, 3, 4), (2, 4)]
+            assert updater.groups == [(0, 1, 2, 3, 4), (2, 4)]
             assert handle.acknowledged == dict.fromkeys((1, 2, 3, 4), 2)
             assert isinstance(handle.left_out[0], dc.WeightsTimeout)
         finally:
@@ -245,5 +167,5 @@ def test_one_that_is_stopped_in_the_middle_leaves_the_others_in_one_group(num_by
         batch = collector.next()
         assert (batch["collector", "policy_version"] == 2).all()
         assert [told(batch, row)["wide"] for row in range(5)] == [1] * 5
-        assert groups[2:] == [(0,)]
+        assert updater.groups[2:] == [(0,)]
         assert handle.acknowledged == dict.fromkeys(range(5), 2)
