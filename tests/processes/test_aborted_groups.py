@@ -31,7 +31,9 @@ def push_while_one_dies(
     kill: Callable[[int], Any],
 ) -> None:
     """Push; ``kill``, which gets worker 1's process id, is called before the payload is sent."""
-    victim = pids(collector.next())[1]
+    while 1 not in (present := pids(collector.next())):
+        pass  # its replacement has yet to come; the others collect its share
+    victim = present[1]
     updater.disturb = lambda: kill(victim)
     begin = time.monotonic()
     handle = collector.update_policy_weights_(policy, wait=False)
