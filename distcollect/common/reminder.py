@@ -30,7 +30,7 @@ class Reminder:
         self.at = self.began + FIRST_S
 
     def is_due(self, now: float) -> bool:
-        """Whether to mention the wait now; then the next time is set."""
+        """Return True if the wait is to be mentioned now, and set the next time."""
         if now < self.at:
             return False
         self.at = self.began + 2 * (now - self.began)

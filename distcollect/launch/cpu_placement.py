@@ -47,7 +47,7 @@ class Host:
 
     @property
     def num_cores(self) -> int:
-        """How many cores it may keep busy, at least 1."""
+        """Return how many cores it may keep busy, at least 1."""
         if self.quota is None:
             return len(self.cores)
         return max(1, min(len(self.cores), int(self.quota)))
@@ -96,7 +96,7 @@ def choose(
 
 
 def may_pin(env: Mapping[str, str], *, threads_by_launcher: bool = False) -> bool:
-    """Whether the user's environment variables allow us to pin workers.
+    """Return True if the user's environment variables allow us to pin workers.
 
     Args:
         env: environment variables.
@@ -109,7 +109,7 @@ def may_pin(env: Mapping[str, str], *, threads_by_launcher: bool = False) -> boo
 
 
 def num_cores() -> int:
-    """How many CPU cores this process may keep busy."""
+    """Return how many CPU cores this process may keep busy."""
     return Host.inspect().num_cores
 
 

@@ -108,7 +108,7 @@ def exit_code(exiting: SystemExit | None) -> int:
 
 
 def timeout_s() -> float | None:
-    """How long what ``main`` left behind has to end; None: for ever.
+    """Return how long what ``main`` left behind has to end; None: for ever.
 
     Raises:
         ArgumentError: the environment variable is no number of seconds.

@@ -41,7 +41,7 @@ class Inheritance:
 
     @classmethod
     def now(cls) -> Inheritance:
-        """What a worker gets that is started now."""
+        """Note what a worker gets that is started now."""
         # Other threads may change it meanwhile. What envs start has no use for the token.
         values = {name: os.environ.get(name) for name in os.environ if name != SECRET_VARIABLE}
         # TensorDict writes that for an option which was set for a while, and later can't read it.
@@ -57,7 +57,7 @@ class Inheritance:
         return cls(environ, folder, sys_path)
 
     def origin(self) -> tuple[object, ...]:
-        """What a process that starts now takes over beside, or libraries read when they load."""
+        """List what a process also takes over that starts now, or libraries read when they load."""
         status = Path("/proc/self/status").read_text()
         lines = dict(line.split(":", 1) for line in status.splitlines())  # not all kernels have all
         ignored = int(lines.get("SigIgn", "0"), 16)

@@ -53,10 +53,10 @@ class Placer(Protocol):
 
     @property
     def is_settled(self) -> bool:
-        """Whether no further supervisor is expected soon: the missing ones wait for resources."""
+        """Return True if no supervisor is expected soon: the missing ones wait for resources."""
 
     def missing(self) -> str:
-        """Which supervisors have not joined, and what they wait for; "" if none is missing."""
+        """Say which supervisors have not joined, and what they wait for; "" if none is missing."""
 
     def close(self) -> None:
         """End all supervisors. Again it does nothing."""

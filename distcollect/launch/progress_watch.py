@@ -34,7 +34,7 @@ class ProgressWatch:
     _since: float = field(default=0.0)
 
     def overdue(self, blocks: tuple[Block, ...], now: float) -> str:
-        """What the process has been doing for too long, in words; "" if nothing.
+        """Return what the process has been doing for too long, in words; "" if nothing.
 
         Args:
             blocks: what :meth:`.SharedStepCounter.blocks` gives.

@@ -70,7 +70,7 @@ class ListenSpec:
 
 
 def listen_spec(launch: Launch) -> ListenSpec:
-    """Where this trainer is to listen, according to the launch and the user's settings.
+    """Return where this trainer is to listen, according to the launch and the user's settings.
 
     Raises:
         LaunchError: no route leads from here to the other hosts; or see :func:`read_token`.
@@ -99,7 +99,7 @@ def listen_spec(launch: Launch) -> ListenSpec:
 
 
 def _is_on_one_host(launch: Launch) -> bool:
-    """Whether all workers are on this host; further worker jobs of a run may be elsewhere."""
+    """Return True if all workers are on this host; further jobs of a run may be elsewhere."""
     return launch.num_hosts == 1 and RunFolder.here() is None
 
 
@@ -214,7 +214,7 @@ def finder(launch: Launch) -> Callable[[], TrainerAddress]:
 
 
 def listen_address(listen: str | None = None, default: str = LOOPBACK) -> tuple[str, int]:
-    """Where to listen: the argument, else DISTCOLLECT_LISTEN, else ``default`` and any port (0).
+    """Find where to listen: the argument, DISTCOLLECT_LISTEN, or ``default`` and any port (0).
 
     Raises:
         ArgumentError: it isn't "ADDRESS:PORT".

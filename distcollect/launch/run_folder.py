@@ -61,7 +61,7 @@ class RunFolder:
 
     @property
     def logs(self) -> Path:
-        """Where the tasks' output goes."""
+        """Return where the tasks' output goes."""
         return self.path / "logs"
 
     @property
@@ -90,18 +90,18 @@ class RunFolder:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """How the run was submitted; empty if the folder holds no run."""
+        """Return how the run was submitted; empty if the folder holds no run."""
         found = self.read("run.json") or {}
         return found if found.keys() >= _REQUIRED_SETTINGS else {}
 
     @property
     def num_workers(self) -> int:
-        """How many workers in separate jobs the run began with; 0: none."""
+        """Return how many workers in separate jobs the run began with; 0: none."""
         return int(self.settings.get("num_workers", 0))
 
     @property
     def patience_s(self) -> float:
-        """How long the trainer waits for workers, and workers for the trainer."""
+        """Return how long the trainer waits for workers, and workers for the trainer."""
         return float(self.settings.get("patience_s", 3600.0))
 
     def read(self, name: str) -> dict[str, Any] | None:
@@ -121,7 +121,7 @@ class RunFolder:
         draft.replace(file)
 
     def jobs(self) -> list[dict[str, Any]]:
-        """What is known about each of its jobs, in the order of their submission."""
+        """Return what is known about each of its jobs, in the order of their submission."""
         names = [path.relative_to(self.path) for path in (self.path / "jobs").glob("[0-9]*.json")]
         jobs = [job for name in names if (job := self.read(str(name))) is not None]
         return sorted(jobs, key=lambda job: float(job["submitted"]))
@@ -165,7 +165,7 @@ class RunFolder:
         )
 
     def address(self) -> tuple[str, int]:
-        """Where the trainer listens: host and port.
+        """Return where the trainer listens: host and port.
 
         Raises:
             NotYet: it does not listen at present.
@@ -182,7 +182,7 @@ class RunFolder:
 
 
 def others_may_change(folder: Path) -> str:
-    """Why other users could change what is in a folder, and what to do; "" if they can't."""
+    """Return why other users could change what is in a folder, and what to do; "" if they can't."""
     if not os.path.lexists(folder):
         return ""
     trusted = {0, os.geteuid()}  # root can change everything anyway
@@ -204,7 +204,7 @@ def others_may_change(folder: Path) -> str:
 
 
 def obstacle(folder: Path) -> str:
-    """Why files can't be written to a folder, which may not exist yet; "" if they can."""
+    """Return why files can't be written to a folder, which may not exist yet; "" if they can."""
     folder = folder.absolute()
     there = next(path for path in (folder, *folder.parents) if path.exists())
     if not there.is_dir():

@@ -141,17 +141,17 @@ class WorkerHosts(JoinServerEvents):
 
     @property
     def is_elastic(self) -> bool:
-        """Whether workers join and leave at any time, so that the trainer waits for enough."""
+        """Return True if workers come and go at any time, so that the trainer waits for enough."""
         return self._num_expected is not None
 
     @property
     def is_placed(self) -> bool:
-        """Whether a scheduler starts the workers, so that the first ones come at about one time."""
+        """Return True if a scheduler starts the workers, the first ones at about one time."""
         return self._placer is not None
 
     @property
     def is_settled(self) -> bool:
-        """Whether no further worker is expected soon."""
+        """Return True if no further worker is expected soon."""
         return self._placer is None or self._placer.is_settled
 
     @property
@@ -161,13 +161,13 @@ class WorkerHosts(JoinServerEvents):
             return sorted(self._supervisors)
 
     def missing(self) -> str:
-        """Why expected workers may not be there, in words."""
+        """Return why expected workers may not be there, in words."""
         if self._placer is None:
             return "are their jobs still queued? 'distcollect status' shows that"
         return self._placer.missing() or "they have joined, and their processes ended"
 
     def num_workers(self, wanted: int | None) -> int:
-        """How many workers a collector gets if it asks for ``wanted`` (None: all there are).
+        """Return how many workers a collector gets if it asks for ``wanted`` (None: all there are).
 
         Raises:
             ArgumentError: more than there are.
@@ -234,7 +234,7 @@ class WorkerHosts(JoinServerEvents):
             self._placer.start(self._trainer, self._num_expected or 0, events.slot_given_up)
 
     def _is_wanted(self, worker_id: int) -> bool:
-        """Whether the collector uses this slot; it doesn't use surplus ranks of the launch."""
+        """Return True if the collector uses this slot; surplus ranks of the launch are not used."""
         return worker_id < self._num_wanted or worker_id >= (self._num_ranks or 0)
 
     def spawn(self, wanted: Spawn) -> None:

@@ -93,7 +93,7 @@ class ZygoteUse(Enum):
 
     @classmethod
     def chosen(cls) -> ZygoteUse:
-        """What the environment says.
+        """Return what the environment says.
 
         Raises:
             ArgumentError: it has another value.

@@ -125,22 +125,22 @@ class Workers:
 
     @property
     def states(self) -> dict[int, WorkerState]:
-        """What is known of each slot's worker, by worker_id."""
+        """Return what is known of each slot's worker, by worker_id."""
         return dict(self._status.states)
 
     @property
     def num_present(self) -> int:
-        """How many workers serve requests."""
+        """Return how many workers serve requests."""
         return self._status.num_present
 
     @property
     def worker_infos(self) -> dict[int, WorkerInfo]:
-        """What the first process in each slot found when it was probed, by worker_id."""
+        """Return what the first process in each slot found when it was probed, by worker_id."""
         return self._status.worker_infos
 
     @property
     def ends(self) -> WorkerEnds:
-        """How lost workers ended."""
+        """Return how lost workers ended."""
         return self._status.ends
 
     @property
@@ -150,12 +150,12 @@ class Workers:
 
     @property
     def are_near(self) -> bool:
-        """Whether all workers so far are on this host, and share memory with the trainer."""
+        """Return True if all workers so far are on this host, and share memory with the trainer."""
         return self._lifecycle.are_near
 
     @property
     def is_elastic(self) -> bool:
-        """Whether workers join and leave at any time, so that the trainer waits for enough."""
+        """Return True if workers come and go at any time, so that the trainer waits for enough."""
         return self._hosts.is_elastic
 
     def attach(self, observer: MembershipObserver) -> None:

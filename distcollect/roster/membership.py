@@ -122,7 +122,7 @@ class WorkerRecord:
 
     @property
     def state(self) -> WorkerState:
-        """What users see of it."""
+        """Return what users see of it."""
         return _SEEN_AS.get(self.phase, WorkerState.READY)
 
     @property
@@ -157,11 +157,11 @@ class Membership:
 
     @property
     def states(self) -> dict[int, WorkerState]:
-        """What users see of every slot, in the order of worker_id."""
+        """Return what users see of every slot, in the order of worker_id."""
         return {worker_id: record.state for worker_id, record in sorted(self._records.items())}
 
     def state(self, worker_id: int) -> WorkerState:
-        """What users see of one slot; LEFT if there is no such slot."""
+        """Return what users see of one slot; LEFT if there is no such slot."""
         record = self._records.get(worker_id)
         return WorkerState.LEFT if record is None else record.state
 
@@ -172,7 +172,7 @@ class Membership:
 
     @property
     def num_hopeful(self) -> int:
-        """How many slots have a worker, or will have one."""
+        """Return how many slots have a worker, or will have one."""
         gone = (WorkerPhase.LOST, WorkerPhase.LEFT)
         return sum(record.phase not in gone for record in self._records.values())
 
@@ -295,7 +295,7 @@ class Membership:
         return max(0.0, record.deadline - now) if record.phase is WorkerPhase.PAUSED else None
 
     def tick(self, now: float) -> list[MembershipCommand]:
-        """What to do now, in the order in which it was due.
+        """Return what to do now, in the order in which it was due.
 
         Each command is returned once, but :class:`Overdue` until the process was reported as ended.
         """
@@ -334,7 +334,7 @@ class Membership:
         return command
 
     def _missed_deadline(self, record: WorkerRecord, now: float) -> str:
-        """Why the process is to be ended; "" if it is not."""
+        """Return why the process is to be ended; "" if it is not."""
         if now >= record.deadline:
             if record.phase in _STARTING and record.successor is not WorkerPhase.LEFT:
                 return f"it was not ready within {self.start_timeout_s:g} s of its start"

@@ -183,7 +183,7 @@ class _Zygote:
 
 
 def _loses_gpus() -> str:
-    """Why a fork of this process could not use a GPU, in words; "" if it can.
+    """Return why a fork of this process could not use a GPU, in words; "" if it can.
 
     Torch knows in the fork only. Where torch is built without CUDA there is nothing to lose.
     """
@@ -198,7 +198,7 @@ def _loses_gpus() -> str:
 
 
 def _why_not() -> str:
-    """Why this process can't be forked, in words; "" if it can."""
+    """Return why this process can't be forked, in words; "" if it can."""
     tasks = Path("/proc/self/task")
     threads = [path for path in tasks.iterdir() if int(path.name) != os.getpid()]
     if not threads:

@@ -14,13 +14,13 @@ _is_running = False
 
 
 def settings() -> RaySettings | None:
-    """How the workers of this job's collectors are requested; None outside of :func:`running`."""
+    """Return how this job's workers are requested; None outside of :func:`running`."""
     return _SETTINGS if _is_running else None
 
 
 @cache
 def num_workers() -> int:
-    """How many workers the CPUs are enough for that are free when this is first called.
+    """Return how many workers the CPUs are enough for that are free when this is first called.
 
     This process then stays connected to Ray.
 

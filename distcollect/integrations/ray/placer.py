@@ -151,7 +151,7 @@ class RayPlacer:
         return [{"scheduling_strategy": part(i)} for i in range(num_workers)]
 
     def _too_much(self, worker_ids: Sequence[int], num_workers: int) -> str:
-        """Why the cluster, with the nodes of now, can never start these actors, in words."""
+        """Return why the cluster, with the nodes of now, can never start these actors, in words."""
         nodes = [node["Resources"] for node in ray_cluster.nodes(self._ray)]
         resources = [self._settings.resources(w) for w in range(num_workers)]
         large = [w for w in worker_ids if not any(fits(resources[w], node) for node in nodes)]
@@ -320,7 +320,7 @@ def _names(worker_ids: Sequence[int]) -> str:
 
 
 def _reason(worker_id: int, error: BaseException | None) -> str:
-    """Why Ray doesn't start a worker's supervisor any more, in words."""
+    """Return why Ray doesn't start a worker's supervisor any more, in words."""
     if error is None:
         return f"the actor of worker {worker_id} has ended by itself"
     cause = getattr(error, "cause", None)

@@ -102,7 +102,7 @@ class RaySettings:
         return {"num_cpus": 1, "max_restarts": -1, **own}
 
     def resources(self, worker_id: int) -> dict[str, float]:
-        """What a worker's actor needs, by Ray's names of resources."""
+        """Return what a worker's actor needs, by Ray's names of resources."""
         options = self.options(worker_id)
         found = {
             resource: float(options[name])
