@@ -1,4 +1,4 @@
-"""Traces of worker processes: one time line, and a file that can be read after a kill."""
+"""A trace whose process was killed; for those of several processes see test_telemetry_agrees.py."""
 
 from __future__ import annotations
 
@@ -9,23 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import cloudpickle
 from helpers.marked import Marked
-from helpers.policies import GreedyPolicy
-from helpers.trace_checks import (
-    assert_answered,
-    assert_named,
-    assert_nested,
-    fetches,
-    load,
-    spans,
-)
+from helpers.trace_checks import assert_nested, spans
 
-import distcollect as dc
-from distcollect.telemetry.trace import STEPS, WEIGHTS
-
-cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers can't import test modules
-
+from distcollect.telemetry.trace import STEPS
 
 _KILLED = """
 import sys, time, threading
@@ -57,25 +44,3 @@ def test_what_is_left_of_a_killed_run_can_be_read(tmp_path: Path, marked: Marked
     events = json.loads(text + "]")
     assert_nested(events)
     assert spans(events, "trainer", STEPS)
-
-
-def test_processes_are_on_one_time_line(tmp_path: Path, marked: Marked) -> None:
-    path = tmp_path / "trace.json"
-    with dc.MultiaSyncDataCollector(
-        "CartPole-v1",
-        GreedyPolicy(),
-        frames_per_batch=64,
-        num_workers=2,
-        trace=path,
-        monitor=dc.Monitor(view=False),
-    ) as collector:
-        for _ in range(20):
-            collector.next()
-            collector.update_policy_weights_()
-    events = load(path)
-    assert_named(events, {"trainer", "worker 0", "worker 1"})
-    assert_nested(events)
-    for worker in ("worker 0", "worker 1"):
-        assert_answered(events, worker)
-        assert spans(events, worker, WEIGHTS)
-        assert fetches(events, worker)

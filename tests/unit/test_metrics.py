@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from helpers.counting_envs import IN_PROCESS_KINDS, CountingMaker
-from helpers.envs import CountdownEnv
 from prometheus_client import CollectorRegistry, generate_latest
 
 import distcollect as dc
@@ -203,16 +202,6 @@ def test_entries_that_frames_do_not_have(metrics: Any, says: str) -> None:
 def test_metrics_that_make_no_sense(metrics: Any) -> None:
     with pytest.raises(dc.ArgumentTypeError, match=r"\{'success': \('next', 'success'\)\}"):
         dc.Monitor(metrics=metrics)
-
-
-def test_without_metrics_nothing_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from distcollect.rollout.slab import RolloutMemory  # noqa: PLC0415
-
-    monkeypatch.delattr(RolloutMemory, "values_at")
-    with dc.SyncDataCollector(CountdownEnv, frames_per_batch=20) as collector:
-        collector.next()
-        assert collector.stats().episodes.count == 4
-        assert collector.stats().episodes.metrics == {}
 
 
 def test_the_summary_of_an_evaluation_has_those_that_count() -> None:

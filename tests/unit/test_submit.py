@@ -188,11 +188,6 @@ def test_states_of_jobs() -> None:
     assert crashed.is_over
 
 
-def test_each_ending_has_words_of_its_own() -> None:
-    ends = ["PREEMPTED", "NODE_FAIL", "TIMEOUT", "CANCELLED", "OUT_OF_MEMORY", "COMPLETED"]
-    assert len({states.JobState("1", end).meaning for end in ends}) == len(ends)
-
-
 def test_the_report_says_in_words_what_the_trainer_does(run: RunFolder) -> None:
     def said(is_running: bool) -> str:
         said = run.read("trainer.json")
