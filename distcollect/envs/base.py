@@ -407,14 +407,14 @@ class EnvBatch(Envs):
                 final[rows] = obs[rows]
 
     def _cut_where_stepped(self, cut: np.ndarray) -> np.ndarray:
-        """``cut`` without the rows that made no transition."""
+        """Return ``cut`` without the rows that made no transition."""
         cut = cut.copy()
         for fault in self._faults:
             cut[list(fault.rows)] = False
         return cut
 
     def _faulted(self) -> Faulted:
-        """The error to raise at the end of a call in which envs raised."""
+        """Return the error to raise at the end of a call in which envs raised."""
         faults, self._faults = self._faults, []
         result = self._result
         stepped = [row for fault in faults if fault.stepped for row in fault.rows]
@@ -435,7 +435,7 @@ class EnvBatch(Envs):
         return "" if space_of(env, "action") == self.action_space else "action"
 
     def _part_at(self, value: Any, leaf: Leaf, path: KeyPath, call: str, row: int = 0) -> Any:
-        """The part of an observation that belongs to a leaf.
+        """Return the part of an observation that belongs to a leaf.
 
         Raises:
             EnvError: the observation has no such part.
@@ -500,22 +500,22 @@ class NamingEnv:
 
 
 def with_key_paths(leaves: tuple[Leaf, ...], space: Space) -> list[tuple[Leaf, KeyPath]]:
-    """Each leaf of ``space`` with the path to its part of a value."""
+    """Return each leaf of ``space`` with the path to its part of a value."""
     return [(leaf, path) for leaf, (path, _) in zip(leaves, leaf_spaces(space), strict=True)]
 
 
 def missing_value(leaf: Leaf) -> Any:
-    """The value of a leaf where ``info`` lacks the entry: NaN, False or 0."""
+    """Return the value of a leaf where ``info`` lacks the entry: NaN, False or 0."""
     return np.nan if leaf.dtype.is_floating_point else 0
 
 
 def describe(err: Exception) -> str:
-    """An exception's type and message."""
+    """Return an exception's type and message."""
     return f"{type(err).__name__}: {err}"
 
 
 def called(attribute: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The result of a method; the value of any other attribute."""
+    """Return the result of a method; the value of any other attribute."""
     return attribute(*args, **kwargs) if callable(attribute) else attribute
 
 
@@ -526,5 +526,5 @@ def space_of(env: Any, role: str) -> Any:
 
 
 def name_of(env: Env) -> str:
-    """The name of a single env in messages."""
+    """Return the name of a single env in messages."""
     return env.spec.id if env.spec is not None else type(env.unwrapped).__name__

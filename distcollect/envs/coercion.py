@@ -52,7 +52,7 @@ def write(array: np.ndarray, value: Any) -> None:
 
 
 def number(value: Any) -> float:
-    """The single number in ``value``: a number, or an array of one element.
+    """Return the single number in ``value``: a number, or an array of one element.
 
     Raises:
         MisfitError: it is something else.
@@ -66,7 +66,7 @@ def number(value: Any) -> float:
 
 
 def flag(value: Any) -> bool:
-    """The truth value in ``value``: a bool, 0 or 1, or an array of one such element.
+    """Return the truth value in ``value``: a bool, 0 or 1, or an array of one such element.
 
     Raises:
         MisfitError: it is something else.

@@ -31,7 +31,7 @@ def space_of_info(
     examples: Callable[[], Iterator[Mapping[str, Any]]],
     env_name: str,
 ) -> spaces.Dict:
-    """The space of the info entries that frames carry.
+    """Return the space of the info entries that frames carry.
 
     Args:
         info_keys: the entries, see :func:`~distcollect.envs.make.make_envs`.
@@ -97,7 +97,7 @@ def _infer_spaces(
 
 
 def _space_of(value: Any) -> Space | None:
-    """A space that contains ``value``; None if no tensor can hold it."""
+    """Return a space that contains ``value``; None if no tensor can hold it."""
     if isinstance(value, Mapping):
         parts = {str(name): _space_of(part) for name, part in value.items()}
         known = {name: part for name, part in parts.items() if part is not None}

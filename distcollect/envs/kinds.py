@@ -27,11 +27,11 @@ class EnvKind:
     can_be_copied = False
 
     def prepared(self, env: Any, device: torch.device | None) -> Any:
-        """``env`` as it is used: on ``device``, if it computes on one, or wrapped."""
+        """Return ``env`` as it is used: on ``device``, if it computes on one, or wrapped."""
         return env
 
     def num_rows(self, env: Any) -> int | None:
-        """How many rows an env steps at once; None for a single env."""
+        """Return how many rows an env steps at once; None for a single env."""
         return env.num_envs if isinstance(env, VectorEnv) else None
 
     def batch(
@@ -40,7 +40,7 @@ class EnvKind:
         info_keys: InfoKeys | None,
         makers: list[Callable[[], Any] | None],
     ) -> Envs:
-        """The batch of single envs, or of one env of several rows.
+        """Return the batch of single envs, or of one env of several rows.
 
         Args:
             envs: the envs, as :meth:`prepared` gave them.
@@ -56,7 +56,7 @@ _GYMNASIUM = EnvKind()
 
 
 def kind_of(env: object) -> EnvKind | None:
-    """The kind of an env; None: ``env`` is no env of a supported kind."""
+    """Return the kind of an env; None: ``env`` is no env of a supported kind."""
     kind: EnvKind | None = load_for(env)
     return _GYMNASIUM if kind is None and isinstance(env, gym.Env | VectorEnv) else kind
 

@@ -21,7 +21,7 @@ _MAIN = "__main__"
 
 
 def pickled_registry(needed: Collection[str] = ()) -> bytes:
-    """All env ids that are registered in this process, with what makes their envs.
+    """Return all env ids that are registered in this process, with what makes their envs.
 
     What cannot be pickled is left out, unless it is needed.
 
@@ -66,7 +66,7 @@ def register_all(registry: bytes) -> None:
 
 
 def _pickled(spec: EnvSpec) -> bytes:
-    """A spec, and the objects of the main script that it refers to by name."""
+    """Return a spec, and the objects of the main script that it refers to by name."""
     entry_points = [spec.entry_point, spec.vector_entry_point]
     entry_points += [wrapper.entry_point for wrapper in spec.additional_wrappers]
     of_main: dict[str, Any] = {}

@@ -80,7 +80,7 @@ class SingleEnvBatch(EnvBatch):
         self._steps = [self._checked_step(row) for row in range(self.num_envs)]
 
     def _cells_of_rows(self) -> list[memoryview] | None:
-        """The memory of each row, if the observation is one vector; None: it is something else.
+        """Return the memory of each row, if the observation is one vector; else None.
 
         An assignment to it refuses another shape or dtype, and takes no longer than one to an
         array, which would stretch and convert what does not fit.
@@ -171,7 +171,7 @@ class SingleEnvBatch(EnvBatch):
             self._put_reset_info(index, info)
 
     def _checked_step(self, row: int) -> Callable[[Any], Any]:
-        """A row's step function that checks its first result, then replaces itself by ``step``."""
+        """Return a row's step function that checks its first result, then makes way for ``step``."""
         step = self.members[row].step
 
         def checked(action: Any) -> Any:

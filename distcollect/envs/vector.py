@@ -84,7 +84,7 @@ class VectorBatch(EnvBatch):
         yield first_of_each(infos)
 
     def _can_reset_some(self, env: AnyVectorEnv, mode: AutoresetMode) -> bool:
-        """Whether single rows of ``env`` can be reset at any time."""
+        """Return True if single rows of ``env`` can be reset at any time."""
         return _can_reset_some(env, mode)
 
     @property
@@ -153,7 +153,7 @@ class VectorBatch(EnvBatch):
                 ) from misfit
 
     def _action_for_env(self, action: Arrays) -> Any:
-        """The actions of all rows as the env takes them.
+        """Return the actions of all rows as the env takes them.
 
         They are a copy, as an env may keep its action, but the engine reuses the memory.
         """
@@ -288,7 +288,7 @@ class _ResetMask(dict[str, Any]):
 
 
 def _can_reset_some(env: AnyVectorEnv, mode: AutoresetMode) -> bool:
-    """Whether ``env`` takes a reset mask, in a way that leaves the other rows alone."""
+    """Return True if ``env`` takes a reset mask, in a way that leaves the other rows alone."""
     if mode is AutoresetMode.DISABLED:
         return True  # this mode has no other way to reset
     bare = env.unwrapped
@@ -303,7 +303,7 @@ def _can_reset_some(env: AnyVectorEnv, mode: AutoresetMode) -> bool:
 
 
 def _may_know_no_masks(env: AnyVectorEnv) -> bool:
-    """Whether code of the user's runs in its calls.
+    """Return True if code of the user's runs in its calls.
 
     It may take the reset of a row for a reset of all, or wait for a filler step.
     """
@@ -314,13 +314,13 @@ def _may_know_no_masks(env: AnyVectorEnv) -> bool:
 
 
 def _is_ale(bare: AnyVectorEnv) -> bool:
-    """Whether ``bare`` is a vector env of ALE, which takes a reset mask."""
+    """Return True if ``bare`` is a vector env of ALE, which takes a reset mask."""
     module = sys.modules.get("ale_py.vector_env")
     return module is not None and isinstance(bare, module.AtariVectorEnv)
 
 
 def _seed_for(env: AnyVectorEnv, seeds: Sequence[int]) -> Any:
-    """The seeds in the form that the env takes; an env with a single generator uses the first."""
+    """Return the seeds as the env takes them; one with a single generator uses the first."""
     bare = env.unwrapped
     if isinstance(bare, SyncVectorEnv | AsyncVectorEnv):
         return [int(each) for each in seeds]
@@ -330,7 +330,7 @@ def _seed_for(env: AnyVectorEnv, seeds: Sequence[int]) -> Any:
 
 
 def _forgets_resets(env: AnyVectorEnv) -> bool:
-    """Whether ``env`` resets a row again in the next step after the row was reset with a mask.
+    """Return True if ``env`` resets a row again in the step after it was reset with a mask.
 
     An AsyncVectorEnv without shared memory does, in Gymnasium 1.4.
     """

@@ -78,7 +78,7 @@ class AtariMaker(VectorMaker):
 
 
 def vector_maker(env_id: object, num_envs: int = 1) -> VectorMaker | None:
-    """What makes ``num_envs`` envs of this id; None if it is an id of Gymnasium, or no id."""
+    """Return what makes ``num_envs`` envs of an id; None for an id of Gymnasium, or no id."""
     kind, colon, name = env_id.partition(":") if isinstance(env_id, str) else ("", "", "")
     if not colon or kind not in ("envpool", "ale"):
         return None

@@ -115,7 +115,7 @@ class PettingZooEnv(gym.Env[Tree, Tree]):
         self._truncated: dict[str, bool] = {}
 
     def _space_in(self, group: str, role: str, space_of: Any) -> Space:
-        """The space that the agents of a group share; SpaceError if they don't."""
+        """Return the space that the agents of a group share; SpaceError if they don't."""
         first: Space = space_of(self.groups[group][0])
         for agent in self.groups[group]:
             space = space_of(agent)
@@ -206,7 +206,7 @@ class PettingZooEnv(gym.Env[Tree, Tree]):
 
 
 def _entries(observation: Any) -> Tree:
-    """A group's entries for an observation of its agents, or for its space, by name."""
+    """Return a group's entries for an observation of its agents, or for its space, by name."""
     entries = observation.spaces if isinstance(observation, spaces.Dict) else observation
     if isinstance(entries, dict) and "observation" in entries:
         return dict(entries)

@@ -140,7 +140,7 @@ class Policy(ABC):
         """From now on draw for env i from a stream of its own, seeded with ``seeds[i]``."""
 
     def exploring(self) -> Contexts:
-        """The contexts in which the calls of a rollout are made."""
+        """Return the contexts in which the calls of a rollout are made."""
         return Contexts(torch.no_grad())
 
     def try_out(self) -> None:

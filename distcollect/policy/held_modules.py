@@ -20,7 +20,7 @@ _LIBRARIES = frozenset({"torch", "torchrl", "tensordict", "numpy", "gymnasium"})
 
 
 def held_modules(policy: object) -> dict[str, nn.Module]:
-    """The modules with weights that ``policy`` computes with, by where it has them.
+    """Return the modules with weights that ``policy`` computes with, by where it has them.
 
     It is one itself, or it is a callable that refers to some: a bound method, a ``partial``, a
     function that uses variables of a closure or of its module, an object with attributes or with a
@@ -51,7 +51,7 @@ def held_modules(policy: object) -> dict[str, nn.Module]:
 
 
 def _free_name(name: str, taken: Mapping[str, object]) -> str:
-    """``name``, or one like it, that a part of a ModuleDict can have and that is not taken."""
+    """Return ``name``, or one like it that a part of a ModuleDict can have and is not taken."""
     name = name.replace(".", "_")
     while name in taken or hasattr(nn.ModuleDict, name):
         name += "_"
@@ -59,7 +59,7 @@ def _free_name(name: str, taken: Mapping[str, object]) -> str:
 
 
 def _parts(thing: object) -> Iterator[tuple[str, object]]:
-    """What an object that is no module refers to, each part with its name."""
+    """Return what an object that is no module refers to, each part with its name."""
     if isinstance(thing, MethodType):
         yield "", thing.__self__
         yield "", thing.__func__
@@ -83,7 +83,7 @@ def _parts(thing: object) -> Iterator[tuple[str, object]]:
 
 
 def _of_class(thing: object) -> Iterator[tuple[str, object]]:
-    """The modules among the attributes of an object's class, and its ``__call__``."""
+    """Return the modules among the attributes of an object's class, and its ``__call__``."""
     for kind in type(thing).__mro__:
         for name, value in vars(kind).items():
             if isinstance(value, nn.Module) and getattr_static(thing, name, None) is value:
@@ -93,7 +93,7 @@ def _of_class(thing: object) -> Iterator[tuple[str, object]]:
 
 
 def _variables(function: FunctionType) -> Iterator[tuple[str, object]]:
-    """A function's default arguments, and the variables of its closure and module that it uses."""
+    """Return a function's defaults, and the variables of its closure and module that it uses."""
     yield from _parts(function.__defaults__ or ())
     yield from _parts(function.__kwdefaults__ or {})
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
@@ -109,7 +109,7 @@ def _variables(function: FunctionType) -> Iterator[tuple[str, object]]:
 
 
 def _global_names(code: CodeType) -> dict[str, None]:
-    """The names of the global variables that code reads, in the order of their first use."""
+    """Return the names of the global variables that code reads, in the order of their first use."""
     names = {i.argval: None for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"}
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
@@ -118,7 +118,7 @@ def _global_names(code: CodeType) -> dict[str, None]:
 
 
 def _wrapped_by(module: nn.Module, name: str) -> Iterator[tuple[str, object]]:
-    """What the TensorDictModules within a module call, where that is no module."""
+    """Return what the TensorDictModules within a module call, where that is no module."""
     for part in module.modules():
         if isinstance(part, TensorDictModule) and not isinstance(part.module, nn.Module):
             yield name, part.module

@@ -76,7 +76,7 @@ class LiveWeights:
             return self._ready[-1][1] if self._ready else self.version
 
     def spare(self) -> torch.Tensor:
-        """A buffer to write a version into, uint8 ``[layout.num_bytes]``.
+        """Return a buffer to write a version into, uint8 ``[layout.num_bytes]``.
 
         Give it back with :meth:`commit`, or with :meth:`discard` if it could not be filled.
         """
@@ -147,7 +147,7 @@ class LiveWeights:
                 self._spares.append(before)
 
     def _views_of(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """The buffer's views; made once for each buffer, as that takes time between two steps."""
+        """Return the buffer's views; made only once, as that takes time between two steps."""
         views = self._views.get(buffer.data_ptr())
         if views is None:
             views = self._views[buffer.data_ptr()] = self.layout.views(buffer)

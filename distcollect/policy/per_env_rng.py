@@ -34,7 +34,7 @@ class PerEnvRng(SplitMixStreams):
     """
 
     def drawing(self) -> AbstractContextManager[Any]:
-        """A context in which this thread draws from these streams; it can be entered once.
+        """Return a context in which this thread draws from these streams; it can be entered once.
 
         Raises:
             PolicyError: this torch has no way to do that.
@@ -55,7 +55,7 @@ _THREAD = _Thread()
 def _replacement(
     instead: Callable[..., Tensor | None] | None, redraw: Callable[..., bool] | None
 ) -> Replacement:
-    """What is called instead of an operation that draws; see the tables below."""
+    """Return what is called instead of an operation that draws; see the tables below."""
 
     def replacement(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         rng = _THREAD.rng

@@ -79,7 +79,7 @@ class SplitMixStreams:
         name: str,
         function: Callable[[np.ndarray], np.ndarray],
     ) -> np.ndarray:
-        """What ``function`` makes of the next numbers, ``num_each`` of them for each result.
+        """Return what ``function`` makes of the next numbers, ``num_each`` of them for each result.
 
         It is computed for all frames ahead when the first of them needs it.
         """
@@ -120,7 +120,7 @@ class SplitMixStreams:
 
 
 def _mix(states: np.ndarray) -> np.ndarray:
-    """The numbers that SplitMix64 returns in these states."""
+    """Return the numbers that SplitMix64 returns in these states."""
     states = (states ^ (states >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     states = (states ^ (states >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed: np.ndarray = states ^ (states >> np.uint64(31))
@@ -140,7 +140,7 @@ def _uniform(numbers: np.ndarray) -> np.ndarray:
 
 
 def _normal(numbers: np.ndarray) -> np.ndarray:
-    """The Box-Muller transform: float64 ``[..., k / 2]``."""
+    """Return the Box-Muller transform: float64 ``[..., k / 2]``."""
     half = numbers.shape[-1] // 2
     radius = np.sqrt(-2 * np.log(_uniform(numbers[..., :half])))
     mapped: np.ndarray = radius * np.cos(2 * np.pi * _uniform(numbers[..., half:]))

@@ -82,7 +82,7 @@ class WeightLayout:
 
     @classmethod
     def of(cls, module: nn.Module | None, exclude: Sequence[str] = ()) -> WeightLayout:
-        """The layout of ``module``, empty for None.
+        """Return the layout of ``module``, empty for None.
 
         Args:
             module: has the weights.
@@ -132,7 +132,7 @@ class WeightLayout:
         return cls(tuple(entries), offset, not_sent)
 
     def reduced(self, encoding: WeightEncoding) -> WeightLayout:
-        """The layout of a payload with this encoding."""
+        """Return the layout of a payload with this encoding."""
         chosen = (
             self.entries
             if encoding.entries is None
@@ -162,7 +162,7 @@ class WeightLayout:
                     theirs[entry.names].copy_(view)
 
     def changed(self, before: torch.Tensor, after: torch.Tensor) -> tuple[int, ...]:
-        """Indices of the entries that differ between two flat buffers."""
+        """Return the indices of the entries that differ between two flat buffers."""
         return tuple(
             index
             for index, entry in enumerate(self.entries)
@@ -173,7 +173,7 @@ class WeightLayout:
         )
 
     def empty(self, device: torch.device | None = None) -> torch.Tensor:
-        """A zeroed flat buffer, uint8 ``[num_bytes]`` (the gaps between entries stay zero)."""
+        """Return a zeroed flat buffer, uint8 ``[num_bytes]`` (its gaps stay zero)."""
         return torch.zeros(self.num_bytes, dtype=torch.uint8, device=device)
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -211,7 +211,7 @@ class WeightLayout:
                 own[name].copy_(tensor)
 
     def select(self, source: object) -> dict[str, torch.Tensor]:
-        """The tensors for all entries among the weights that the user gave, by their first name.
+        """Return the tensors for all entries among weights that the user gave, by their first name.
 
         Args:
             source: a module, a callable that holds some, a TensorDict of parameters, or a state
@@ -261,7 +261,7 @@ class WeightLayout:
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether both have the same values, NaN among them, on whichever devices."""
+    """Return True if both have the same values, NaN among them, on whichever devices."""
     return one.shape == other.shape and torch.allclose(
         one, other.to(one), rtol=0, atol=0, equal_nan=True
     )
@@ -307,12 +307,12 @@ def check_range(weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None
 
 
 def called_by(policy: Any) -> Any:
-    """What a CudaGraphModule calls; any other policy is returned as it is."""
+    """Return what a CudaGraphModule calls; any other policy is returned as it is."""
     return policy.module if isinstance(policy, CudaGraphModule) else policy
 
 
 def module_of(policy: object, models: Iterable[nn.Module] = ()) -> nn.Module | None:
-    """The module that has a policy's weights.
+    """Return the module that has a policy's weights.
 
     That is the policy, or what a CudaGraphModule calls; or the module that a callable holds, see
     :func:`.held_modules`. If it holds several, they are the parts of the result. None: there is
@@ -336,7 +336,7 @@ def module_of(policy: object, models: Iterable[nn.Module] = ()) -> nn.Module | N
 
 
 def published(policy: object, models: Mapping[str, nn.Module]) -> nn.Module | None:
-    """The module whose weights are published: the policy's, or one of it and ``models`` by name.
+    """Return the module whose weights are published: of the policy, or of it and ``models``.
 
     None if there is none: the policy holds no module, and there are no models.
     """
@@ -347,12 +347,12 @@ def published(policy: object, models: Mapping[str, nn.Module]) -> nn.Module | No
 
 
 def is_part(source: object, module: nn.Module | None) -> bool:
-    """Whether ``source`` is a module, or one of its parts."""
+    """Return True if ``source`` is a module, or one of its parts."""
     return module is not None and any(source is part for part in module.modules())
 
 
 def named_tensors(source: object) -> dict[str, torch.Tensor]:
-    """The tensors of a module, policy, TensorDict, state dict, or dict of these, by dotted names.
+    """Return the tensors of a module, TensorDict, state dict, or dict of these, by dotted names.
 
     Raises:
         ArgumentTypeError: it is none of these, or holds something that is no tensor.
@@ -384,12 +384,12 @@ def named_tensors(source: object) -> dict[str, torch.Tensor]:
 
 
 def has_lazy_weights(module: nn.Module | None) -> bool:
-    """Whether a weight has no shape yet, as a lazy module was not called yet."""
+    """Return True if a weight has no shape yet, as a lazy module was not called yet."""
     return module is not None and any(map(is_lazy, (*module.parameters(), *module.buffers())))
 
 
 def state_tensors(module: nn.Module | None) -> dict[str, torch.Tensor]:
-    """The parameters and persistent buffers of a module, by name."""
+    """Return the parameters and persistent buffers of a module, by name."""
     if module is None:
         return {}
     state: dict[str, Any] = module.state_dict(keep_vars=True)
@@ -399,18 +399,18 @@ def state_tensors(module: nn.Module | None) -> dict[str, torch.Tensor]:
 
 
 def uncompiled(name: str) -> str:
-    """A weight's name without what ``torch.compile`` adds: perhaps only workers compile."""
+    """Return a weight's name without what ``torch.compile`` adds: perhaps only workers compile."""
     return name.replace("_orig_mod.", "")
 
 
 def device_of(module: nn.Module | None) -> torch.device:
-    """The device of all of a module's weights; the CPU if they are on several."""
+    """Return the device of all of a module's weights; the CPU if they are on several."""
     devices = {tensor.device for tensor in state_tensors(module).values()}
     return devices.pop() if len(devices) == 1 else torch.device("cpu")
 
 
 def checksum(flat: torch.Tensor) -> int:
-    """Wrapping sum of a flat buffer's 8-byte words; as fast as reading it.
+    """Return the wrapping sum of a flat buffer's 8-byte words; as fast as reading it.
 
     It tells a half-written buffer from a whole one.
     """

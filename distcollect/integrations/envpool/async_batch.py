@@ -175,14 +175,14 @@ class AsyncPoolBatch(EnvPoolBatch):
         self._settle_sent()
 
     def _wait(self) -> Sequence[Any]:
-        """The next results, which stay the next ones until they are taken."""
+        """Return the next results, which stay the next ones until they are taken."""
         if not self._results:
             self._results.extend(starmap(self._pool._recv, ((),)))  # see the class
         state: Sequence[Any] = self._results[0]
         return state
 
     def _take(self) -> None:
-        """The rows of the next results are not at work any more."""
+        """Note that the rows of the next results are not at work any more."""
         rows = self._results[0][self._row_at]
         self._at_work[rows] = False
         self._resetting[rows] = False

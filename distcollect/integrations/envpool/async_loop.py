@@ -149,7 +149,7 @@ class AsyncLoop(BufferedLoop):
     def _without_waiting(
         self, buffer: RaggedBuffer, rows: np.ndarray, slots: np.ndarray, *, fresh: bool
     ) -> np.ndarray:
-        """``slots`` without those of rows that are far ahead and wait."""
+        """Return ``slots`` without those of rows that are far ahead and wait."""
         furthest = buffer.num_steps if fresh else 2 * buffer.num_steps
         ahead = slots[buffer.position[rows[slots]] >= furthest]
         if not len(ahead):

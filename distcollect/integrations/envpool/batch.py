@@ -112,7 +112,7 @@ class EnvPoolBatch(VectorBatch):
         return result
 
     def _faulted_by(self, error: Exception, call: str) -> Faulted:
-        """What to raise after EnvPool raised ``error``: no row made a transition."""
+        """Return what to raise after EnvPool raised ``error``: no row made a transition."""
         result = self._result
         for array in (result.terminated, result.truncated):
             array.fill(False)
