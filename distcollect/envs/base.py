@@ -213,7 +213,7 @@ class Envs(ABC):
 
     def _naming_env(self, call: str, row: int = 0) -> NamingEnv:
         """Turn every exception into an EnvError that names the env of a row."""
-        return NamingEnv(lambda: self.name(row), call)
+        return NamingEnv(lambda error: self._as_env_error(error, call, row))
 
     def _as_env_error(self, error: Exception, call: str, row: int = 0) -> EnvError:
         """Return the EnvError for an exception while a row was stepped or reset."""
@@ -434,51 +434,53 @@ class EnvBatch(Envs):
             return "observation"
         return "" if space_of(env, "action") == self.action_space else "action"
 
-    def _part_at(self, value: Any, leaf: Leaf, path: KeyPath, call: str, row: int = 0) -> Any:
+    def _part_at(self, value: Any, leaf: Leaf, path: KeyPath) -> Any:
         """Return the part of an observation that belongs to a leaf.
 
         Raises:
-            EnvError: the observation has no such part.
+            MisfitError: the observation has no such part.
         """
         for name in path:
             try:
                 value = value[name]
             except (KeyError, IndexError, TypeError) as err:
-                raise EnvError(
-                    f"{self.name(row)}: {call}() returned an observation without "
-                    f"{'.'.join(leaf.key)!r}, which its observation space has{self._when}"
+                raise MisfitError(
+                    f"an observation without {'.'.join(leaf.key)!r}, which its observation space "
+                    "has"
                 ) from err
         return value
 
-    def _write(self, array: np.ndarray, part: Any, leaf: Leaf, call: str, row: int = 0) -> None:
+    def _write(self, array: np.ndarray, part: Any, leaf: Leaf) -> None:
         """Write a part of an observation into ``array``.
 
         Raises:
-            EnvError: it does not fit: ``array`` has another shape, or can't hold its numbers.
+            MisfitError: ``array`` has another shape, or can't hold its numbers.
         """
         try:
             write(array, part)
         except MisfitError as misfit:
-            raise EnvError(
-                f"{self.name(row)}: {call}() returned {'.'.join(leaf.key)!r} {misfit}, its "
-                f"observation space says {list(array.shape)} and {array.dtype}{self._when}"
+            raise MisfitError(
+                f"{'.'.join(leaf.key)!r} {misfit}, its observation space says {list(array.shape)} "
+                f"and {array.dtype}"
             ) from misfit
 
-    def _write_info(self, array: np.ndarray, part: Any, leaf: Leaf, row: int = 0) -> None:
-        """The same for an entry of ``info``."""
+    def _write_info(self, array: np.ndarray, part: Any, leaf: Leaf) -> None:
+        """Write an entry of ``info`` into ``array``; see :meth:`_write`."""
         try:
             write(array, part)
         except MisfitError as misfit:
-            raise EnvError(
-                f"{self.name(row)}: its info entry {'.'.join(leaf.key)!r} is {misfit}, expected "
-                f"{list(array.shape)} and {array.dtype}{self._when}; if it may be like that, "
-                "declare its space in info_keys"
+            raise MisfitError(
+                f"the info entry {'.'.join(leaf.key)!r} {misfit}, expected {list(array.shape)} and "
+                f"{array.dtype} (if it may be like that, declare its space in info_keys)"
             ) from misfit
 
-    @property
-    def _when(self) -> str:
-        """For messages: the number of the last step, counted over all episodes."""
-        return f" (step {self._num_steps:,})"
+    def _as_env_error(self, error: Exception, call: str, row: int = 0) -> EnvError:
+        if not isinstance(error, MisfitError):
+            return super()._as_env_error(error, call, row)
+        # The number of the last step is counted over all episodes.
+        misfit = EnvError(f"{self.name(row)}: {call}() returned {error} (step {self._num_steps:,})")
+        misfit.__cause__ = error
+        return misfit
 
 
 class NamingEnv:
@@ -487,16 +489,15 @@ class NamingEnv:
     It is no generator: ``contextlib`` raises a StopIteration again if it became a RuntimeError.
     """
 
-    def __init__(self, name: Callable[[], str], call: str) -> None:
-        """``name`` returns the env's name, ``call`` is what is called of it."""
-        self._name = name
-        self._call = call
+    def __init__(self, named: Callable[[Exception], EnvError]) -> None:
+        """``named`` makes the EnvError for an exception."""
+        self._named = named
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, Exception) and not isinstance(error, EnvError):
-            raise EnvError(f"{self._name()}: {self._call}() raised {describe(error)}") from error
+            raise self._named(error) from error
 
 
 def with_key_paths(leaves: tuple[Leaf, ...], space: Space) -> list[tuple[Leaf, KeyPath]]:

@@ -112,25 +112,25 @@ class SingleEnvBatch(EnvBatch):
                 for row, (step, act) in remaining:
                     value, reward, term, trunc, info = step(act)
                     if cells is None:
-                        self._put(row, value, "step")
+                        self._put(row, value)
                     else:
                         try:
                             cells[row][:] = value
                         except (TypeError, ValueError):
-                            self._put(row, value, "step")
+                            self._put(row, value)
                             cells = self._cells
                     try:
                         reward_cells[row] = reward
                     except (TypeError, ValueError, DeprecationWarning):  # NumPy 1.25 to 2.3 warns
-                        reward_cells[row] = self._reward(reward, row)
+                        reward_cells[row] = _reward(reward)
                     if reads_info:
                         self._put_info(row, info)
                         self._put_outcomes(row, info)
                     if (term is not False and term is not _FALSE) or (
                         trunc is not False and trunc is not _FALSE
                     ):
-                        is_terminated = self._flag(term, "terminated", row)
-                        is_truncated = self._flag(trunc, "truncated", row)
+                        is_terminated = _flag(term, "terminated")
+                        is_truncated = _flag(trunc, "truncated")
                         if is_terminated or is_truncated:
                             terminated[row] = is_terminated
                             truncated[row] = is_truncated
@@ -150,12 +150,12 @@ class SingleEnvBatch(EnvBatch):
                 for row in remaining:
                     value, info = self.members[row].reset()
                     if cells is None:
-                        self._put(row, value, "reset")
+                        self._put(row, value)
                     else:
                         try:
                             cells[row][:] = value
                         except (TypeError, ValueError):
-                            self._put(row, value, "reset")
+                            self._put(row, value)
                     if self._info_paths:
                         self._put_reset_info(row, info)
             except Exception as err:  # noqa: BLE001 - it becomes an EnvError
@@ -167,11 +167,11 @@ class SingleEnvBatch(EnvBatch):
         self._steps[index] = self._checked_step(index)
         with self._naming_env("reset", index):
             value, info = self.members[index].reset(seed=None if seeds is None else seeds[0])
-            self._put(index, value, "reset")
+            self._put(index, value)
             self._put_reset_info(index, info)
 
     def _checked_step(self, row: int) -> Callable[[Any], Any]:
-        """Return a row's step function that checks its first result, then makes way for ``step``."""
+        """Return a row's step function, which checks its first result, then makes way for it."""
         step = self.members[row].step
 
         def checked(action: Any) -> Any:
@@ -186,35 +186,13 @@ class SingleEnvBatch(EnvBatch):
 
         return checked
 
-    def _put(self, row: int, value: Any, call: str) -> None:
-        """Write an observation to its row.
-
-        Raises:
-            EnvError: it does not fit.
-        """
+    def _put(self, row: int, value: Any) -> None:
+        """Write an observation to its row; MisfitError if it does not fit."""
         for leaf, view, path in self._views[row]:
-            part = self._part_at(value, leaf, path, call, row) if path else value
-            self._write(view, part, leaf, call, row)
+            part = self._part_at(value, leaf, path) if path else value
+            self._write(view, part, leaf)
             if part.__class__ is not np.ndarray or part.dtype != view.dtype:
                 self._cells = None  # this env converts: trying the cells first would be slower
-
-    def _reward(self, value: Any, row: int) -> float:
-        try:
-            return number(value)
-        except MisfitError as misfit:
-            raise EnvError(
-                f"{self.name(row)}: step() returned {misfit} as the reward, which must be one "
-                f"number{self._when}"
-            ) from misfit
-
-    def _flag(self, value: Any, name: str, row: int) -> bool:
-        try:
-            return flag(value)
-        except MisfitError as misfit:
-            raise EnvError(
-                f"{self.name(row)}: step() returned {misfit} as {name!r}, which must be True or "
-                f"False{self._when}"
-            ) from misfit
 
     def _put_reset_info(self, row: int, info: Mapping[str, Any]) -> None:
         for leaf, _ in self._info_paths:
@@ -227,7 +205,7 @@ class SingleEnvBatch(EnvBatch):
             for name in path:
                 part = None if part is None else part.get(name)
             if part is not None:
-                self._write_info(self.obs[leaf.key][row, ...], part, leaf, row)
+                self._write_info(self.obs[leaf.key][row, ...], part, leaf)
 
     def _put_outcomes(self, row: int, info: Mapping[str, Any]) -> None:
         for leaf, path in self._outcome_paths:
@@ -258,3 +236,17 @@ class SingleEnvBatch(EnvBatch):
 
     def name(self, row: int = 0) -> str:
         return f"env {row} ({name_of(self.members[row])})"
+
+
+def _reward(value: Any) -> float:
+    try:
+        return number(value)
+    except MisfitError as misfit:
+        raise MisfitError(f"{misfit} as the reward, which must be one number") from misfit
+
+
+def _flag(value: Any, name: str) -> bool:
+    try:
+        return flag(value)
+    except MisfitError as misfit:
+        raise MisfitError(f"{misfit} as {name!r}, which must be True or False") from misfit

@@ -100,7 +100,7 @@ class VectorBatch(EnvBatch):
         seed: Any = None if seeds is None else _seed_for(self._env, seeds)
         with self._naming_env("reset"):
             value, infos = self._env.reset(seed=seed)
-            self._put(value, "reset", slice(None))
+            self._put(value, slice(None))
             self._put_infos(self.obs, infos, self._all_rows)
         if not self._forgets_resets:
             self._resetting.fill(False)
@@ -120,8 +120,8 @@ class VectorBatch(EnvBatch):
         result = self._result
         value, *scalars, infos = self._env.step(self._action_for_env(action))
         for leaf, path in self._obs_paths:
-            part = self._part_at(value, leaf, path, "step") if path else value
-            self._write(self.obs[leaf.key], part, leaf, "step")
+            part = self._part_at(value, leaf, path) if path else value
+            self._write(self.obs[leaf.key], part, leaf)
         self._take_scalars(scalars)
         if self._has_fillers and self._resetting.any():
             result = self._result_with_fillers
@@ -147,9 +147,8 @@ class VectorBatch(EnvBatch):
             try:
                 write(array, given)
             except MisfitError as misfit:
-                raise EnvError(
-                    f"{self.name()}: step() returned {name} {misfit}, expected "
-                    f"{list(array.shape)} and {array.dtype}{self._when}"
+                raise MisfitError(
+                    f"{name} {misfit}, expected {list(array.shape)} and {array.dtype}"
                 ) from misfit
 
     def _action_for_env(self, action: Arrays) -> Any:
@@ -170,26 +169,21 @@ class VectorBatch(EnvBatch):
             self._resetting |= mask
             return
         try:
-            with self._naming_env("reset"):
-                self._reset_some(rows, mask)
-        except EnvError as error:
-            self._add_fault(0, error, stepped=True)
+            value, infos = self._env.reset(options=_ResetMask(reset_mask=mask))
+            self._put(value, rows)
+            self._put_infos(self.obs, infos, mask)
+        except Exception as error:  # noqa: BLE001 - it becomes an EnvError
+            self._add_fault(0, self._as_env_error(error, "reset"), stepped=True)
 
-    def _reset_some(self, rows: list[int], mask: np.ndarray) -> None:
-        """Reset ``rows``, which are True in ``mask``, and write these rows of ``obs``."""
-        value, infos = self._env.reset(options=_ResetMask(reset_mask=mask))
-        self._put(value, "reset", rows)
-        self._put_infos(self.obs, infos, mask)
-
-    def _put(self, value: Any, call: str, rows: Any) -> None:
+    def _put(self, value: Any, rows: Any) -> None:
         for leaf, path in self._obs_paths:
-            part = self._part_at(value, leaf, path, call)
+            part = self._part_at(value, leaf, path)
             array = self.obs[leaf.key]
             if isinstance(rows, slice) or np.shape(part) != array.shape:
-                self._write(array, part, leaf, call)
+                self._write(array, part, leaf)
                 continue
             some = array[rows]  # a copy
-            self._write(some, np.asarray(part)[rows], leaf, call)
+            self._write(some, np.asarray(part)[rows], leaf)
             array[rows] = some
 
     def _put_final(self, infos: Mapping[str, Any], ended: np.ndarray) -> None:
@@ -204,9 +198,9 @@ class VectorBatch(EnvBatch):
         for row in np.flatnonzero(ended).tolist():
             for leaf, path in self._obs_paths:
                 part = final if is_tree else final[row]
-                part = self._part_at(part, leaf, path, "step", row)
+                part = self._part_at(part, leaf, path)
                 part = part[row] if is_tree else part
-                self._write(self.final[leaf.key][row, ...], part, leaf, "step", row)
+                self._write(self.final[leaf.key][row, ...], part, leaf)
         final_infos = dict(infos.get("final_info", {}))
         # RecordEpisodeStatistics for vector envs writes its entry to infos, not to final_info.
         for name in (EPISODE, f"_{EPISODE}"):

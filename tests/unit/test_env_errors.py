@@ -50,7 +50,7 @@ def test_info_entry_of_another_shape_than_declared(kind: str) -> None:
     declared = {"pair": spaces.Box(0, 1, (3,))}
     rows = "" if kind == "plain" else "3, "
     shape_error = (
-        rf"'pair' is of shape \[{rows}2\] and dtype float64, expected \[{rows}3\] and float32"
+        rf"'pair' of shape \[{rows}2\] and dtype float64, expected \[{rows}3\] and float32"
     )
     with (
         batch_of(CountingMaker(kind, N), info_keys=declared) as batch,

@@ -188,9 +188,9 @@ def test_vector_env_whose_values_numpy_would_change(
 @pytest.mark.parametrize(
     ("later", "match"),
     [
-        (0.5, r"'bonus' is of shape \[\] and dtype float64, expected \[\] and int64 \(step 2\)"),
-        (2**70, r"'bonus' is of shape \[\] and dtype object"),
-        (np.zeros(3, int), r"'bonus' is of shape \[3\]"),
+        (0.5, r"'bonus' of shape \[\] and dtype float64, expected \[\] and int64 .*\(step 2\)"),
+        (2**70, r"'bonus' of shape \[\] and dtype object"),
+        (np.zeros(3, int), r"'bonus' of shape \[3\]"),
     ],
 )
 def test_later_info_entry_that_numpy_would_change(later: Any, match: str) -> None:

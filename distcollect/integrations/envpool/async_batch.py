@@ -167,7 +167,7 @@ class AsyncPoolBatch(EnvPoolBatch):
 
     def _write_obs(self, state: Sequence[Any]) -> None:
         for leaf, obs, _, place in self._carried_at:
-            self._write(obs, state[place], leaf, "step")
+            self._write(obs, state[place], leaf)
 
     def _put_to_work(self, rows: np.ndarray, function: Callable[..., Any], arg: Any) -> None:
         self._sent_to = rows

@@ -146,7 +146,7 @@ class EnvPoolBatch(VectorBatch):
         if cut is not None:
             truncated |= cut & ~terminated
         for leaf, obs, _, place in self._carried_at:
-            self._write(obs, state[place], leaf, "step")
+            self._write(obs, state[place], leaf)
         write(reward, state[self._reward_at])
         if len(ended):
             for _, obs, final, _ in self._carried_at:
@@ -169,10 +169,10 @@ class EnvPoolBatch(VectorBatch):
                 some = state[place]
                 if some.dtype != obs.dtype or some.shape[1:] != leaf.shape:
                     some = np.empty((len(ended), *leaf.shape), leaf.numpy_dtype)
-                    self._write(some, state[place], leaf, "reset")
+                    self._write(some, state[place], leaf)
                 obs[ended] = some
         except Exception as error:  # noqa: BLE001 - the next step raises it
-            self._late_error = error
+            self._late_error = self._as_env_error(error, "reset")
 
     def _raise_late_error(self) -> None:
         error, self._late_error = self._late_error, None
