@@ -34,6 +34,7 @@ class RandomPolicy(Policy):
         self._has_parts = isinstance(space, gym.spaces.Dict | gym.spaces.Tuple)
         # A space draws from a generator of its own, so each env needs its own copy.
         self._spaces = [_copy_space(space) for _ in range(num_envs)]
+        self._rows = range(num_envs)
 
     def seed(self, seeds: Sequence[int]) -> None:
         for space, seed in zip(self._spaces, seeds, strict=True):
@@ -44,7 +45,7 @@ class RandomPolicy(Policy):
             self.state.advance({}, rows)
         columns = [np.zeros(shape, dtype) for shape, dtype in self._columns]
         # The generators of other rows do not advance.
-        for row in range(len(self._spaces)) if rows is None else rows:
+        for row in self._rows if rows is None else rows:
             space = self._spaces[row]
             if self._has_parts:
                 for column, part in zip(columns, flatten(space, space.sample()), strict=True):
