@@ -246,7 +246,7 @@ class PoolCore:
 
     def kept(self, request: RolloutRequest, held: Any) -> None:
         """A worker keeps a rollout for another trainer, which fetches it by ``held``."""
-        self.requests.kept_for_others(request, held)
+        self.requests.keeps(request, held)
         self.commands.append(AwaitTaken(request))
         self._decide()
 

@@ -97,7 +97,6 @@ class Requests:
         # (worker_id, incarnation) of a process that is gone: frames of its unanswered requests.
         self._unaccounted: dict[tuple[int, int], int] = {}
         self._last_sent: CollectRequest | None = None
-        self.generation = 0  # how often all requests were given up
 
     # Where rollouts are.
 
@@ -170,9 +169,7 @@ class Requests:
         number, slot.num_requests = slot.num_requests, slot.num_requests + 1
         version = self._versions.acknowledged(slot.worker_id)
         wire_request = self._wire_form(version, random=random)
-        request = RolloutRequest(
-            slot.worker_id, version, slot, number, self.generation, wire_request
-        )
+        request = RolloutRequest(slot.worker_id, version, slot, number, wire_request)
         self.frames_asked += self._plan.rollout_frames
         self.num_requested += 1
         self.num_open += 1
@@ -268,7 +265,7 @@ class Requests:
         self._commands(Keep(request, keep_s))
         request.offer = None
 
-    def kept_for_others(self, request: RolloutRequest, held: object) -> None:
+    def keeps(self, request: RolloutRequest, held: object) -> None:
         """Its worker keeps it; another trainer fetches it by ``held``."""
         request.held = held
         self._become(request, _R.KEPT)
@@ -342,7 +339,6 @@ class Requests:
 
     def give_up_all(self) -> None:
         """Deliver nothing that was requested until now."""
-        self.generation += 1
         for state in (_R.COLLECTING, _R.PREEMPTED, _R.FETCHING):
             for request in list(self.among[state]):
                 self._become(request, _R.UNWANTED)

@@ -195,7 +195,6 @@ class RolloutRequest(StalenessTicket):
     Attributes:
         slot: the worker's process.
         number: which of that process's rollouts, counted from 0.
-        generation: how often all requests had been given up before this one.
         wire_request: what is sent to the worker.
         asked_at: when that was, in nanoseconds.
         header: once the worker has collected it.
@@ -208,7 +207,6 @@ class RolloutRequest(StalenessTicket):
 
     slot: WorkerSlot
     number: int
-    generation: int
     wire_request: CollectRequest
     asked_at: int = 0
     state: RolloutState = RolloutState.COLLECTING
