@@ -177,7 +177,7 @@ def test_what_got_too_stale_is_given_up_and_in_sync_mode_asked_for_again() -> No
     play.acknowledge(1, 0)
     requests = play.core.requests
     assert requests.stale_frames == {0: FRAMES, 1: 0}
-    assert requests.ledger_without(()).total.lost == {"stale": FRAMES}
+    assert requests.ledger.total.lost == {"stale": FRAMES}
     assert play.take_asked() == [], "with which weights?"
     play.acknowledge(0, 1)
     assert play.take_asked() == [0]
