@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -35,13 +34,12 @@ class _Ends(NamedTuple):
     final: Arrays
 
 
-@dataclass(eq=False)
 class AlignedLoop(RolloutLoop):
     """Fills rollouts of envs whose rows can be reset at any time, so all rows stay aligned."""
 
     # Where many episodes end in each step, these are written to the slab together. Until then the
     # slab and ``trajectories`` lack them.
-    _ends: list[_Ends] = field(init=False, default_factory=list)
+    _ends: list[_Ends]
 
     def fill(  # noqa: C901, PLR0912, PLR0915 - calls would cost more than what they do
         self, slab: Slab, policy: Policy, *, fresh: bool
@@ -64,7 +62,7 @@ class AlignedLoop(RolloutLoop):
         step_timer, due, begin, middle = self.step_timer, self.step_timer.due, 0, 0
         action: Arrays = {}
         cut = None
-        self._ends.clear()
+        self._ends = []
         for step in range(slab.num_steps):
             if interrupts.pending or (weights.pending and swaps):
                 if self.between_steps():
@@ -113,12 +111,6 @@ class AlignedLoop(RolloutLoop):
         self._write_ends(slab)
         for key, array in slab.tail.items():
             array[:] = current[key]
-
-    def abandon(self) -> None:
-        pass  # they are in the slab only
-
-    def drop_surplus(self) -> None:
-        pass  # every rollout contains all frames that were stepped for it
 
     def _end_trajectories(self, slab: Slab, step: int, result: Step) -> None:
         rows, trajectories = result.ended, self.trajectories

@@ -16,13 +16,14 @@ from distcollect.common.clock import clock_ns
 from distcollect.common.step_counter import NUM_TASKS, TASK, StepCounter, Task
 from distcollect.engine.env_recovery import EnvRecovery
 from distcollect.engine.interrupts import Interrupts, Stopped
-from distcollect.engine.plan import StepOptions
+from distcollect.engine.plan import WorkerPlan
 from distcollect.envs.base import Envs
 from distcollect.errors import EnvError, PolicyError
+from distcollect.policy.calling import moved
 from distcollect.policy.live_weights import LiveWeights
+from distcollect.policy.weight_layout import published
 from distcollect.rollout.layout import Layout
 from distcollect.rollout.slabs import AnySlab
-from distcollect.telemetry.step_timer import StepTimer
 
 # Why the frames of a rollout are lost, by what ended it: the first that it is.
 _CAUSES: dict[type[BaseException], str] = {
@@ -46,33 +47,31 @@ class EngineBase(ABC):
         weights: the policy's weights.
         counter: counts the frames.
         step_timer: measures the time that steps take, and records the episodes.
+        recovery: replaces envs that raise.
+        interrupts: what other threads ask for.
         layout: leaves of the frames.
         next_seed: a seed for other envs, once this engine was seeded; None: derive one.
     """
 
-    envs: Envs
     layout: Layout
     next_seed: int | None = None
 
-    def __init__(
-        self,
-        envs: Envs,
-        weights: LiveWeights,
-        *,
-        options: StepOptions | None = None,
-        counter: StepCounter | None = None,
-        max_env_faults: int = 0,
-        step_timer: StepTimer | None = None,
-    ) -> None:
-        """Take over the envs; see the derived classes."""
-        self.options = options or StepOptions()
-        self.envs = envs
-        self.weights = weights
+    def __init__(self, envs: Envs, plan: WorkerPlan, counter: StepCounter | None) -> None:
+        """Take over the envs, once the policy of the plan was called with what they need."""
+        self.options = plan
+        self.envs: Any = envs
+        if plan.device is not None:
+            for model in plan.models.values():
+                moved(model, plan.device)
+        self.weights = LiveWeights(
+            published(plan.policy, plan.models), plan.exclude, keeps_each=plan.exact_version
+        )
         self.counter = counter or StepCounter()
-        self.step_timer = step_timer or StepTimer(envs.num_envs)
-        self._env_recovery = EnvRecovery(envs, self.counter, max_env_faults)
-        self._interrupts = Interrupts()
+        self.step_timer = plan.step_timer(envs.num_envs)
+        self.recovery = EnvRecovery(envs, self.counter, plan.max_env_faults)
+        self.interrupts = Interrupts()
         self._reset_due = False
+        self._begun_at = 0  # frames that had been stepped when the rollout began
         self._num_kept = 0  # frames in the rollouts that are complete
 
     @abstractmethod
@@ -97,12 +96,12 @@ class EngineBase(ABC):
 
     def stop(self) -> None:
         """Make the running or next :meth:`collect` raise :class:`Stopped` between two steps."""
-        self._interrupts.stop()
-        self._env_recovery.stop()
+        self.interrupts.stop()
+        self.recovery.stop()
 
     def wake(self) -> None:
         """Have the running :meth:`collect` raise between two steps what a signal asked for."""
-        self._interrupts.wake()
+        self.interrupts.wake()
 
     def preempt(self, number: int | None = None) -> None:
         """Make a rollout end between two steps, after at least one step.
@@ -111,18 +110,18 @@ class EngineBase(ABC):
             number: which one, as :meth:`collect` is told; also one that is still to begin. If it is
                 complete, nothing happens. None: the running one; if none is, nothing happens.
         """
-        self._interrupts.preempt(number)
+        self.interrupts.preempt(number)
 
     def run_between_steps(self, job: Callable[[], None]) -> None:
         """Run ``job`` between two steps of the running :meth:`collect`, or before the next one.
 
         Without a :meth:`collect`, :meth:`run_jobs` runs it. It must not raise.
         """
-        self._interrupts.add_job(job)
+        self.interrupts.add_job(job)
 
     def run_jobs(self) -> None:
         """Run what :meth:`run_between_steps` was given; on the thread that collects."""
-        self._interrupts.run_jobs()
+        self.interrupts.run_jobs()
 
     def collect(
         self,
@@ -150,8 +149,8 @@ class EngineBase(ABC):
         cells = self.counter.cells
         # If not, an exception broke off the last rollout in the middle of what is done after it.
         self.settle("interrupted")
-        self._interrupts.rollout_begins(number)
-        self._rollout_begins()
+        self.interrupts.rollout_begins(number)
+        self._begun_at = self.counter.stepped
         cells[NUM_TASKS] += 1
         cells[TASK] = Task.COLLECT
         self.step_timer.begin()
@@ -164,7 +163,7 @@ class EngineBase(ABC):
             self.settle(cause, is_broken=True)
             raise
         finally:
-            self._interrupts.rollout_ended()
+            self.interrupts.rollout_ended()
             cells[TASK] = Task.IDLE
             self.step_timer.end()
 
@@ -184,7 +183,7 @@ class EngineBase(ABC):
             self._num_kept = num_kept
         counter = self.counter
         missing = counter.stepped - self._num_kept - sum(counter.lost.values())
-        if not is_broken and missing == self._num_waiting:
+        if not is_broken and missing == self.num_waiting:
             return
         # What follows must be new trajectories.
         self._reset_due = True
@@ -226,8 +225,17 @@ class EngineBase(ABC):
         self.weights.apply(up_to)
         self.step_timer.swapped(begin, clock_ns(), self.weights.version)
 
-    @abstractmethod
-    def _rollout_begins(self) -> None: ...
+    def between_steps(self) -> bool:
+        """Do what other threads ask for; return True if the rollout ends here.
+
+        Raises:
+            Stopped: another thread stopped the collection.
+        """
+        if self.interrupts.handle() and self.counter.stepped > self._begun_at:
+            return True
+        if self.options.swap_within_rollouts:
+            self.swap_weights()
+        return False
 
     @abstractmethod
     def _collect(self, slab: Any, *, random: bool, fresh: bool) -> None:
@@ -238,9 +246,9 @@ class EngineBase(ABC):
         """Drop the frames of a rollout that failed, and those that wait for the next one."""
 
     @property
-    @abstractmethod
-    def _num_waiting(self) -> int:
+    def num_waiting(self) -> int:
         """Number of frames that were stepped and wait for the next rollout."""
+        return 0
 
 
 def seed_global_generators(seed: int) -> None:

@@ -6,20 +6,18 @@ import contextlib
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from distcollect.common.step_counter import StepCounter
 from distcollect.engine.base import EngineBase
 from distcollect.engine.engine import Engine
 from distcollect.engine.evaluator import Evaluator
 from distcollect.engine.plan import WorkerPlan
-from distcollect.engine.plan_weights import live_weights
-from distcollect.envs.base import EnvBatch, Envs
+from distcollect.envs.base import Envs
 from distcollect.envs.make import EnvContext, make_envs
 from distcollect.errors import ArgumentError, EnvError
 from distcollect.integrations import load
-from distcollect.policy.base import Exploration, Policy
-from distcollect.policy.random import RandomPolicy
-from distcollect.policy.user import UserPolicy
+from distcollect.policy.base import Exploration
 from distcollect.rollout.layout import Layout
 from distcollect.rollout.spaces import Key
 
@@ -87,34 +85,9 @@ def build_engine_for(
     counter: StepCounter | None = None,
 ) -> EngineBase:
     """Like :func:`build_engine`, for envs that exist and a plan whose policy was made."""
-    if envs.engine is not None:
-        built: EngineBase = load(envs.engine)(envs, plan, traj_ids=traj_ids, counter=counter)
-        return built
-    assert isinstance(envs, EnvBatch)
-    policy: Policy
-    if plan.policy is None:
-        policy = RandomPolicy(envs.action_space, envs.num_ready)
-    else:
-        policy = UserPolicy(
-            plan.policy,
-            envs.obs,
-            envs.observation_space,
-            envs.action_space,
-            exploration=plan.exploration,
-            device=plan.device,
-            shared=shared,
-        )
-    weights = live_weights(plan)
-    return Engine(
-        envs,
-        policy,
-        weights,
-        traj_ids=traj_ids,
-        options=plan,
-        counter=counter,
-        max_env_faults=plan.max_env_faults,
-        step_timer=plan.step_timer(envs.num_envs),
-    )
+    kind: Any = Engine if envs.engine is None else load(envs.engine)
+    engine: EngineBase = kind(envs, plan, traj_ids=traj_ids, shared=shared, counter=counter)
+    return engine
 
 
 def _check_metrics(metrics: Mapping[str, Key], layout: Layout) -> None:

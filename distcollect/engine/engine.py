@@ -9,7 +9,7 @@ integration for those that give the results of some rows at a time.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import cast
 
 import numpy as np
@@ -18,19 +18,18 @@ from distcollect.common.clock import clock_ns
 from distcollect.common.step_counter import StepCounter
 from distcollect.engine.aligned_loop import AlignedLoop
 from distcollect.engine.base import EngineBase, seed_global_generators
-from distcollect.engine.plan import StepOptions
+from distcollect.engine.plan import WorkerPlan
 from distcollect.engine.ragged_loop import RaggedLoop
 from distcollect.engine.rollout_loop import RolloutLoop, Trajectories, action_bounds
 from distcollect.envs.base import EnvBatch, Faulted
 from distcollect.errors import ArgumentError, PolicyError
 from distcollect.integrations import load
 from distcollect.policy.base import Policy
-from distcollect.policy.live_weights import LiveWeights
 from distcollect.policy.random import RandomPolicy
+from distcollect.policy.user import UserPolicy
 from distcollect.rollout.layout import Layout
 from distcollect.rollout.slab import Slab
 from distcollect.rollout.spaces import overlaps
-from distcollect.telemetry.step_timer import StepTimer
 
 log = logging.getLogger(__name__)
 
@@ -39,72 +38,60 @@ class Engine(EngineBase):
     """Collects rollouts ``[n, T]`` from n envs that give arrays, and one policy."""
 
     envs: EnvBatch
-    layout: Layout
 
     def __init__(
         self,
         envs: EnvBatch,
-        policy: Policy,
-        weights: LiveWeights,
+        plan: WorkerPlan,
         *,
         traj_ids: Iterator[int],
-        options: StepOptions | None = None,
+        shared: bool = False,
         counter: StepCounter | None = None,
-        max_env_faults: int = 0,
-        step_timer: StepTimer | None = None,
     ) -> None:
         """Reset the envs and call the policy once, to learn which leaves it writes.
 
         Args:
             envs: the n envs.
-            policy: chooses their actions; it reads from ``envs.obs``.
-            weights: the policy's weights.
+            plan: the policy, which was made, and how to step.
             traj_ids: the ids of new trajectories.
-            options: how to step.
+            shared: the policy is the user's own object, not a copy.
             counter: counts the frames; None: a new one.
-            max_env_faults: how many times in a row an env that raises is replaced.
-            step_timer: measures the time that steps take; None: a new one.
 
         Raises:
             ArgumentError: an option that these envs do not support.
             EnvError: an env raised.
             PolicyError: the policy raised, or its output does not fit the action space.
         """
-        _check_options(options or StepOptions(), envs)
-        super().__init__(
-            envs,
-            weights,
-            options=options,
-            counter=counter,
-            max_env_faults=max_env_faults,
-            step_timer=step_timer,
-        )
-        self._policy = policy
-        self._random_policy = RandomPolicy(envs.action_space, envs.num_ready, policy.state)
+        self._policy: Policy
+        if plan.policy is None:
+            self._policy = RandomPolicy(envs.action_space, envs.num_ready)
+        else:
+            self._policy = UserPolicy(
+                plan.policy,
+                envs.obs,
+                envs.observation_space,
+                envs.action_space,
+                exploration=plan.exploration,
+                device=plan.device,
+                shared=shared,
+            )
+        _check_options(plan, envs)
+        super().__init__(envs, plan, counter)
+        state = self._policy.state
+        self._random_policy = RandomPolicy(envs.action_space, envs.num_ready, state)
         self._seeds: Sequence[int] | None = None  # of the next reset
         self._warned_of_rewards = False
         self._reset_envs_first()
         self._try_policy()
-        self.layout = _layout(envs, policy)
-        # The policy's state has a row for each of the n envs; the asynchronous loop's has not.
-        state = policy.state if envs.num_ready == envs.num_envs else None
-        self._trajectories = Trajectories(envs.num_envs, traj_ids, state)
-        self._loop: RolloutLoop = _loop_type(envs)(
-            envs=envs,
-            weights=weights,
-            policy_state=policy.state,
-            layout=self.layout,
-            options=self.options,
-            counter=self.counter,
-            step_timer=self.step_timer,
-            recovery=self._env_recovery,
-            trajectories=self._trajectories,
-            interrupts=self._interrupts,
-        )
+        self.layout = _layout(envs, self._policy)
+        # The policy's state has a row for each of the n envs, unless only some get an action.
+        of_rows = state if envs.num_ready == envs.num_envs else None
+        self._trajectories = Trajectories(envs.num_envs, traj_ids, of_rows)
+        self._loop = _loop_type(envs)(self, state, self._trajectories)
 
     def seed(self, env_seeds: Sequence[int], policy_seeds: Sequence[int]) -> None:
         self._seeds = list(env_seeds)
-        self._env_recovery.seed(self._seeds)
+        self.recovery.seed(self._seeds)
         num_ready = self.envs.num_ready
         self._random_policy.seed(self._seeds[:num_ready])
         always_random = isinstance(self._policy, RandomPolicy)
@@ -128,15 +115,12 @@ class Engine(EngineBase):
         for key, array in self.envs.obs.items():
             array[:] = first[key]
 
-    def _rollout_begins(self) -> None:
-        self._loop.begun_at = self.counter.stepped
-
     def _abandon(self) -> None:
-        self._loop.abandon()
+        self._loop.drop_waiting()
 
     @property
-    def _num_waiting(self) -> int:
-        return int(self._loop.surplus.sum())
+    def num_waiting(self) -> int:
+        return self._loop.num_waiting
 
     def _collect(self, slab: Slab, *, random: bool, fresh: bool) -> None:
         if self._reset_due or self.options.reset_at_each_iter:
@@ -161,15 +145,15 @@ class Engine(EngineBase):
             self.envs.reset(self._seeds)
         except Faulted as faulted:
             for fault in faulted.faults:
-                self._env_recovery.rebuild(fault)
+                self.recovery.rebuild(fault)
         self.step_timer.was_reset(begin, clock_ns())
         self._seeds = None
         self._reset_due = False
-        self._loop.drop_surplus()
+        self.counter.lose("row_skew", self._loop.drop_waiting())
         self._trajectories.begin_all()
 
 
-def _loop_type(envs: EnvBatch) -> Callable[..., RolloutLoop]:
+def _loop_type(envs: EnvBatch) -> type[RolloutLoop]:
     if envs.loop is not None:
         return cast("type[RolloutLoop]", load(envs.loop))
     return AlignedLoop if envs.supports_partial_reset else RaggedLoop
@@ -191,7 +175,7 @@ def _layout(envs: EnvBatch, policy: Policy) -> Layout:
     return Layout((envs.num_envs,), state, envs.action_leaves, policy.extras, envs.outcome_leaves)
 
 
-def _check_options(options: StepOptions, envs: EnvBatch) -> None:
+def _check_options(options: WorkerPlan, envs: EnvBatch) -> None:
     """Raise ArgumentError for an option that the envs do not support."""
     needs_resets = options.max_frames_per_traj or options.reset_at_each_iter
     if needs_resets and not envs.supports_partial_reset:

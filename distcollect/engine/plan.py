@@ -15,28 +15,8 @@ from distcollect.rollout.spaces import Key
 from distcollect.telemetry.step_timer import StepTimer, TracingStepTimer
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepOptions:
-    """How envs are stepped.
-
-    Attributes:
-        max_frames_per_traj: truncate a trajectory after this many frames; None: never.
-        reset_at_each_iter: start every rollout with a reset of all envs.
-        clip_actions: clip actions to the bounds of a Box action space before they go to the envs.
-            The batch keeps the action that the policy chose.
-        swap_within_rollouts: use new weights from the next step on; False: from the next rollout.
-        exact_version: collect each rollout with the version that the request names.
-    """
-
-    max_frames_per_traj: int | None = None
-    reset_at_each_iter: bool = False
-    clip_actions: bool = False
-    swap_within_rollouts: bool = True
-    exact_version: bool = False
-
-
 @dataclass(frozen=True)
-class WorkerPlan(StepOptions):
+class WorkerPlan:
     """Which envs and which policy a worker builds, and how it steps them.
 
     Attributes:
@@ -61,6 +41,12 @@ class WorkerPlan(StepOptions):
         pre_collect_hook: called in the worker before each rollout.
         post_collect_hook: called in the worker with each rollout.
         held: the module that has the policy's weights; None: there is none, or a factory.
+        max_frames_per_traj: truncate a trajectory after this many frames; None: never.
+        reset_at_each_iter: start every rollout with a reset of all envs.
+        clip_actions: clip actions to the bounds of a Box action space before they go to the envs.
+            The batch keeps the action that the policy chose.
+        swap_within_rollouts: use new weights from the next step on; False: from the next rollout.
+        exact_version: collect each rollout with the version that the request names.
     """
 
     create_env_fn: Any
@@ -82,6 +68,11 @@ class WorkerPlan(StepOptions):
     pre_collect_hook: Callable[[], Any] | None = None
     post_collect_hook: Callable[[Any], Any] | None = None
     held: nn.Module | None = None
+    max_frames_per_traj: int | None = None
+    reset_at_each_iter: bool = False
+    clip_actions: bool = False
+    swap_within_rollouts: bool = True
+    exact_version: bool = False
 
     def step_timer(self, num_envs: int) -> StepTimer:
         """What measures the time that steps take, and records the episodes."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import numpy as np
 
 from distcollect.common.clock import clock_ns
@@ -16,26 +14,20 @@ from distcollect.rollout.slab import Slab
 from distcollect.rollout.spaces import Arrays
 
 
-@dataclass(eq=False)
 class BufferedLoop(RolloutLoop):
     """Fills rollouts of envs whose rows make their frames at different times, by way of a buffer.
 
     What faster rows have beyond a rollout is the surplus, which waits there for the next one.
     """
 
-    _buffer: RaggedBuffer | None = field(init=False, default=None)
+    _buffer: RaggedBuffer | None = None
 
     @property
-    def surplus(self) -> np.ndarray:
-        return super().surplus if self._buffer is None else self._buffer.position.copy()
+    def num_waiting(self) -> int:
+        return 0 if self._buffer is None else int(self._buffer.position.sum())
 
-    def abandon(self) -> None:
-        if self._buffer is not None:
-            self._buffer.drop()
-
-    def drop_surplus(self) -> None:
-        if self._buffer is not None:
-            self.counter.lose("row_skew", self._buffer.drop())
+    def drop_waiting(self) -> int:
+        return 0 if self._buffer is None else self._buffer.drop()
 
     def _buffer_for(self, num_steps: int, *, fresh: bool) -> RaggedBuffer:
         buffer = self._buffer
@@ -49,7 +41,6 @@ class BufferedLoop(RolloutLoop):
         return buffer
 
 
-@dataclass(eq=False)
 class RaggedLoop(BufferedLoop):
     """Fills rollouts of vector envs that reset a row one step after its end.
 
@@ -58,7 +49,7 @@ class RaggedLoop(BufferedLoop):
     every row has T frames.
     """
 
-    _chunk: StepChunk | None = field(init=False, default=None)
+    _chunk: StepChunk | None = None
 
     def fill(self, slab: Slab, policy: Policy, *, fresh: bool) -> None:
         buffer, chunk = self._buffer_for(slab.num_steps, fresh=fresh), self._chunk

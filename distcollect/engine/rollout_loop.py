@@ -4,25 +4,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 from gymnasium.spaces import Box
 
-from distcollect.common.clock import clock_ns
-from distcollect.common.step_counter import StepCounter
-from distcollect.engine.env_recovery import EnvRecovery
-from distcollect.engine.interrupts import Interrupts
-from distcollect.engine.plan import StepOptions
+from distcollect.engine.base import EngineBase
 from distcollect.envs.base import EnvBatch
 from distcollect.errors import ArgumentError
 from distcollect.policy.base import Policy
-from distcollect.policy.live_weights import LiveWeights
 from distcollect.policy.recurrent import PolicyState
-from distcollect.rollout.layout import Layout
 from distcollect.rollout.slab import Slab
 from distcollect.rollout.spaces import Arrays, Key
-from distcollect.telemetry.step_timer import StepTimer
 
 
 class Trajectories:
@@ -108,45 +100,38 @@ class Trajectories:
             self._policy_state.begin(rows)
 
 
-@dataclass(eq=False)
 class RolloutLoop(ABC):
-    """Steps n envs with a policy and writes the frames of a rollout.
+    """Steps the n envs of an engine with a policy and writes the frames of a rollout.
+
+    What it has of the engine is described there.
 
     Attributes:
-        envs: the envs.
-        weights: the policy's weights.
+        between_steps: see :meth:`.EngineBase.between_steps`.
         policy_state: what a recurrent policy carries from frame to frame, None if it is not one.
-        layout: leaves of the frames.
-        options: how to step.
-        counter: counts the frames.
-        step_timer: measures the time that steps take.
-        recovery: replaces envs that raise.
         trajectories: the trajectory of each env.
-        interrupts: what other threads ask for.
         current: ``{key: [n, *shape]}`` of the state leaves as they are before the next frame.
             The arrays belong to the envs and the policy, which rewrite them in place.
         final: the same after the last frame of an episode; valid for rows that just ended.
-        begun_at: frames that had been stepped when the rollout began.
     """
 
-    envs: EnvBatch
-    weights: LiveWeights
-    policy_state: PolicyState | None
-    layout: Layout
-    options: StepOptions
-    counter: StepCounter
-    step_timer: StepTimer
-    recovery: EnvRecovery
-    trajectories: Trajectories
-    interrupts: Interrupts
-    current: Arrays = field(init=False)
-    final: Arrays = field(init=False)
-    begun_at: int = field(init=False, default=0)
-
-    def __post_init__(self) -> None:
-        of_state = self.policy_state.arrays if self.policy_state is not None else {}
-        self.current = {**self.envs.obs, **of_state}
-        self.final = {**self.envs.final, **of_state}
+    def __init__(
+        self, engine: EngineBase, policy_state: PolicyState | None, trajectories: Trajectories
+    ) -> None:
+        """Step the envs of ``engine``, whose layout is known."""
+        self.envs = engine.envs
+        self.layout = engine.layout
+        self.options = engine.options
+        self.weights = engine.weights
+        self.counter = engine.counter
+        self.step_timer = engine.step_timer
+        self.recovery = engine.recovery
+        self.interrupts = engine.interrupts
+        self.between_steps = engine.between_steps
+        self.policy_state = policy_state
+        self.trajectories = trajectories
+        of_state = policy_state.arrays if policy_state is not None else {}
+        self.current: Arrays = {**self.envs.obs, **of_state}
+        self.final: Arrays = {**self.envs.final, **of_state}
         self._bounds = action_bounds(self.envs) if self.options.clip_actions else {}
 
     @abstractmethod
@@ -159,40 +144,17 @@ class RolloutLoop(ABC):
             fresh: leave out frames from before this call.
         """
 
-    @abstractmethod
-    def abandon(self) -> None:
-        """Drop the frames of a rollout that failed, and those that wait for the next one."""
-
-    @abstractmethod
-    def drop_surplus(self) -> None:
-        """Drop the frames that wait for the next rollout."""
-
     @property
-    def surplus(self) -> np.ndarray:
-        """int64 ``[n]``: how many frames of each row wait for the next rollout."""
-        return np.zeros(self.envs.num_envs, np.int64)
+    def num_waiting(self) -> int:
+        """Number of frames that wait for the next rollout."""
+        return 0
 
-    def swap_weights(self, up_to: int | None = None) -> None:
-        """Compute with the newest weights from now on.
+    def drop_waiting(self) -> int:
+        """Drop the frames that wait for the next rollout, and return their number.
 
-        Args:
-            up_to: the newest version that may be used; None: any.
+        All envs are reset before the next one.
         """
-        begin = clock_ns()
-        self.weights.apply(up_to)
-        self.step_timer.swapped(begin, clock_ns(), self.weights.version)
-
-    def between_steps(self) -> bool:
-        """Do what other threads ask for; whether the rollout ends here.
-
-        Raises:
-            Stopped: another thread stopped the collection.
-        """
-        if self.interrupts.handle() and self.counter.stepped > self.begun_at:
-            return True
-        if self.options.swap_within_rollouts:
-            self.swap_weights()
-        return False
+        return 0
 
     def clip(self, action: Arrays) -> None:
         """Clip ``action`` to the bounds of its space, if the options ask for that."""

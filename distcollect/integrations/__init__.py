@@ -14,7 +14,7 @@ from typing import Any
 # What it is for, and the module or the name in one that does it.
 _ENTRY_POINTS = {
     "collector of ray": "distcollect.integrations.ray.collector:RayDataCollector",
-    "engine of torchrl": "distcollect.integrations.torchrl.build:build_tensordict_engine",
+    "engine of torchrl": "distcollect.integrations.torchrl.engine:TensorDictEngine",
     "envs of envpool": "distcollect.integrations.envpool.kind:KIND",
     "envs of pettingzoo": "distcollect.integrations.pettingzoo:KIND",
     "envs of torchrl": "distcollect.integrations.torchrl.envs:KIND",

@@ -130,7 +130,7 @@ def collect(engine: Engine, rollouts: int, steps: int = T, **kwargs: Any) -> Ten
 
 
 def is_accounted_for(engine: Engine, delivered: int) -> bool:
-    held = int(engine._loop.surplus.sum())
+    held = engine.num_waiting
     return engine.counter.stepped == delivered + sum(engine.counter.lost.values()) + held
 
 

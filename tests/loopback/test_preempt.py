@@ -95,7 +95,7 @@ class Run:
 
     @property
     def held(self) -> int:
-        return int(self.engine._loop.surplus.sum())
+        return self.engine.num_waiting
 
 
 def check_padding(batch: TensorDict) -> None:

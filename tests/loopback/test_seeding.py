@@ -101,7 +101,7 @@ def test_a_seed_waits_for_a_step_and_not_for_a_rollout() -> None:
         setting = threading.Thread(target=collector.set_seed, args=(5,), daemon=True)
         setting.start()
         eventually(
-            lambda: workers_of(collector).services[0]._configured.engine._interrupts._preempted == 1
+            lambda: workers_of(collector).services[0]._configured.engine.interrupts._preempted == 1
         )
         Gated.permits.release()
         setting.join(SOON_S / 2)

@@ -106,7 +106,7 @@ class Collected:
             for batch, mask in zip(self.batches, masks, strict=True)
         )
         lost = sum(counter.lost.values())
-        assert counter.stepped == kept + lost + int(self.engine._loop.surplus.sum())
+        assert counter.stepped == kept + lost + self.engine.num_waiting
         return int(lost)
 
     def rows(self) -> list[TensorDict]:

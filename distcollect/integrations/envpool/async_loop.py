@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import numpy as np
 
 from distcollect.common.clock import clock_ns
 from distcollect.common.step_counter import STEPPED
+from distcollect.engine.base import EngineBase
 from distcollect.engine.ragged_buffer import RaggedBuffer
 from distcollect.engine.ragged_loop import BufferedLoop
+from distcollect.engine.rollout_loop import Trajectories
 from distcollect.envs.base import Faulted
 from distcollect.integrations.envpool.async_batch import AsyncPoolBatch, Received
 from distcollect.policy.base import Policy
+from distcollect.policy.recurrent import PolicyState
 from distcollect.rollout.layout import FAULTED, POLICY_VERSION, TRAJ_IDS
 from distcollect.rollout.slab import Slab
 from distcollect.rollout.spaces import Arrays
 
 
-@dataclass(eq=False)
 class AsyncLoop(BufferedLoop):
     """Fills rollouts of an env whose rows are stepped independently of each other.
 
@@ -29,26 +29,25 @@ class AsyncLoop(BufferedLoop):
     """
 
     envs: AsyncPoolBatch
-    # Rows whose frame under way has no action yet.
-    _idle: np.ndarray = field(init=False)
-    # Rows whose frame under way is dropped when it is finished.
-    _outdated: np.ndarray = field(init=False)
-    # ``[n, *shape]`` of each leaf of the policy's state, whose own arrays have ``num_ready`` rows.
-    _states: Arrays = field(init=False)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def __init__(
+        self, engine: EngineBase, policy_state: PolicyState | None, trajectories: Trajectories
+    ) -> None:
+        super().__init__(engine, policy_state, trajectories)
         num_envs = self.envs.num_envs
+        # Rows whose frame under way has no action yet.
         self._idle = np.zeros(num_envs, bool)
+        # Rows whose frame under way is dropped when it is finished.
         self._outdated = np.zeros(num_envs, bool)
-        state = self.policy_state
-        self._states = {leaf.key: leaf.zeros(num_envs) for leaf in state.leaves} if state else {}
+        # ``[n, *shape]`` of each leaf of the policy's state, whose own arrays have ``num_ready``
+        # rows.
+        state = policy_state.leaves if policy_state else ()
+        self._states: Arrays = {leaf.key: leaf.zeros(num_envs) for leaf in state}
 
-    def drop_surplus(self) -> None:
-        """Called when all rows were reset, too."""
-        super().drop_surplus()
+    def drop_waiting(self) -> int:
         self._idle.fill(False)
         self._outdated.fill(False)
+        return super().drop_waiting()
 
     def fill(self, slab: Slab, policy: Policy, *, fresh: bool) -> None:
         buffer = self._buffer_for(slab.num_steps, fresh=fresh)

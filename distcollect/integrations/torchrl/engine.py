@@ -16,18 +16,15 @@ from tensordict import TensorDict, TensorDictBase
 from distcollect.common.clock import clock_ns
 from distcollect.common.step_counter import STEPPED, StepCounter
 from distcollect.engine.base import EngineBase, seed_global_generators
-from distcollect.engine.plan import StepOptions
+from distcollect.engine.plan import WorkerPlan
 from distcollect.engine.rollout_loop import Trajectories
 from distcollect.envs.base import Fault
 from distcollect.errors import ArgumentError, EnvError
 from distcollect.integrations.torchrl.envs import TorchRLEnvs
 from distcollect.integrations.torchrl.policy import TensorDictPolicy
 from distcollect.integrations.torchrl.specs import tree_layout
-from distcollect.policy.live_weights import LiveWeights
-from distcollect.rollout.layout import Layout
 from distcollect.rollout.slabs import FrameSlab
 from distcollect.rollout.spaces import Key
-from distcollect.telemetry.step_timer import StepTimer
 
 # Frames are written to the slab when there are more: fewer would take longer, and many more would
 # need more memory than the CPU's caches have.
@@ -38,46 +35,42 @@ class TensorDictEngine(EngineBase):
     """Collects rollouts ``[n, T]`` from TorchRL envs and one policy."""
 
     envs: TorchRLEnvs
-    layout: Layout
 
     def __init__(
         self,
         envs: TorchRLEnvs,
-        policy: TensorDictPolicy,
-        weights: LiveWeights,
+        plan: WorkerPlan,
         *,
         traj_ids: Iterator[int],
-        options: StepOptions | None = None,
+        shared: bool = False,
         counter: StepCounter | None = None,
-        max_env_faults: int = 0,
-        step_timer: StepTimer | None = None,
     ) -> None:
         """Reset the envs, and call the policy once with a copy of what that gave.
 
         Args:
             envs: the envs.
-            policy: chooses their actions.
-            weights: the policy's weights.
+            plan: the policy, which was made, and how to step.
             traj_ids: the ids of new trajectories.
-            options: how to step.
+            shared: of no meaning, as the policy is called as it is.
             counter: counts the frames; None: a new one.
-            max_env_faults: how many times in a row an env that raises is replaced.
-            step_timer: measures the time that steps take; None: a new one.
 
         Raises:
             ArgumentError: an option that these envs do not support.
             EnvError: an env raised.
             PolicyError: the policy raised.
         """
-        super().__init__(
+        if plan.max_frames_per_traj is not None:
+            envs.limit_frames(plan.max_frames_per_traj)
+        policy = TensorDictPolicy(
+            plan.policy,
             envs,
-            weights,
-            options=options,
-            counter=counter,
-            max_env_faults=max_env_faults,
-            step_timer=step_timer,
+            exploration=plan.exploration,
+            device=plan.device,
+            env_device=plan.env_device,
+            adds_transforms=plan.adds_transforms,
         )
-        if self.options.clip_actions:
+        super().__init__(envs, plan, counter)
+        if plan.clip_actions:
             raise ArgumentError(
                 "clip_actions does not work with TorchRL envs: use the transform ActionScaling, or "
                 "let the policy clip its actions"
@@ -94,7 +87,7 @@ class TensorDictEngine(EngineBase):
 
     def seed(self, env_seeds: Sequence[int], policy_seeds: Sequence[int]) -> None:
         """Seed the envs as TorchRL does; the policy draws from the global generators."""
-        self._env_recovery.seed(env_seeds)
+        self.recovery.seed(env_seeds)
         static_seed = len(env_seeds) > 1 and len(set(env_seeds)) == 1
         self.next_seed = self.envs.set_seeds(env_seeds, static_seed=static_seed)
         seed_global_generators(policy_seeds[0])
@@ -104,17 +97,11 @@ class TensorDictEngine(EngineBase):
         self._trajectories.use_ids(traj_ids)
         self._show_ids(self._td)
 
-    def _rollout_begins(self) -> None:
-        self._frames.clear()
-
     def _abandon(self) -> None:
         self._frames.clear()
 
-    @property
-    def _num_waiting(self) -> int:
-        return 0
-
     def _collect(self, slab: FrameSlab, *, random: bool, fresh: bool) -> None:
+        self._frames.clear()
         self._policy.exploring().call(self._collect_within, slab, random=random)
         self.step_timer.collected(slab)
 
@@ -131,7 +118,7 @@ class TensorDictEngine(EngineBase):
         self, slab: FrameSlab, *, random: bool
     ) -> int:
         """Make the steps of a rollout; returns how many, which is fewer if it is preempted."""
-        envs, weights, interrupts = self.envs, self.weights, self._interrupts
+        envs, weights, interrupts = self.envs, self.weights, self.interrupts
         choose = envs.choose_randomly if random else self._policy
         swaps = self.options.swap_within_rollouts
         clears_device = self._policy.clears_device
@@ -143,10 +130,8 @@ class TensorDictEngine(EngineBase):
         step = 0
         while step < num_steps:
             if interrupts.pending or (weights.pending and swaps):
-                if interrupts.handle() and step:
+                if self.between_steps():
                     return step
-                if swaps:
-                    self.swap_weights()
                 slab.policy_version[:, step:] = weights.version
             timed = step >= due
             if timed:
@@ -209,8 +194,8 @@ class TensorDictEngine(EngineBase):
     def _end_trajectories(self, slab: FrameSlab, step: int, following: TensorDictBase) -> None:
         rows = self._is_over(following).nonzero().flatten().tolist()
         slab.ended[rows, step] = True
-        if self._env_recovery.streaks:
-            self._env_recovery.episodes_ended(rows)
+        if self.recovery.streaks:
+            self.recovery.episodes_ended(rows)
         self._begin_trajectories(slab, step + 1, rows)
 
     def _begin_trajectories(self, slab: FrameSlab, step: int, rows: Sequence[int]) -> None:
@@ -250,7 +235,7 @@ class TensorDictEngine(EngineBase):
         """Replace the env that raised; what a reset of all envs gives then."""
         while True:
             fault = Fault(tuple(range(self.envs.num_envs)), error, stepped=False)
-            self._env_recovery.rebuild(fault)
+            self.recovery.rebuild(fault)
             try:
                 return self.envs.reset()
             except EnvError as another:
@@ -262,6 +247,7 @@ class TensorDictEngine(EngineBase):
         Steps that other envs had made are lost, as there is no frame for the row of the env.
         """
         self.counter.add(self.envs.num_stepped)
+        self._begun_at += self.envs.num_stepped
         self.counter.lose("env_failed", self.envs.num_stepped)
         td = self._rebuilt(error)
         if self._frames:
