@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import enum
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -153,10 +153,23 @@ def joined(rollouts: TensorDict, how: int | str | None) -> TensorDict:
     return batch
 
 
+@dataclass
+class _Unfinished:
+    """The trajectories of one worker that have not ended.
+
+    Attributes:
+        parts: the parts of each, by traj_id.
+        incomplete: traj_ids whose beginning is missing.
+        next: incarnation and sequence of the worker's next rollout; None: there was none.
+    """
+
+    parts: dict[int, list[TensorDict]] = field(default_factory=dict)
+    incomplete: set[int] = field(default_factory=set)
+    next: tuple[int, int] | None = None
+
+
 class WholeTrajectories:
     """Joins the parts of trajectories that span several rollouts; orders them by their end.
-
-    It never changes: adding rollouts, or taking a batch, makes another one.
 
     Attributes:
         abandoned_frames: frames of trajectories that will never be delivered: their env or worker
@@ -173,19 +186,17 @@ class WholeTrajectories:
         self.abandoned_frames = 0
         self._pads = pads
         self._num_per_batch = num_per_batch
-        self._parts: dict[int, dict[int, list[TensorDict]]] = {}  # by worker_id and traj_id
-        self._incomplete: dict[int, set[int]] = {}  # traj_ids whose beginning is missing
-        self._newest: dict[int, tuple[int, int]] = {}  # (incarnation, sequence) by worker_id
-        self._whole: tuple[list[TensorDict], ...] = ()
+        self._workers: dict[int, _Unfinished] = {}  # by worker_id
+        self._whole: list[list[TensorDict]] = []
 
     @property
     def num_whole(self) -> int:
-        """How many whole trajectories there are."""
+        """Number of whole trajectories."""
         return len(self._whole)
 
     @property
     def ready(self) -> bool:
-        """Whether there are enough whole trajectories for a batch."""
+        """True if there are enough whole trajectories for a batch."""
         return self.num_whole >= (self._num_per_batch or 1)
 
     def too_few(self, limit_s: float, *, resets: bool) -> BatchTimeout:
@@ -201,37 +212,24 @@ class WholeTrajectories:
             f"{self.num_whole} trajectories were whole; {hint}"
         )
 
-    def with_rollouts(self, rows: TensorDict, headers: Sequence[Header]) -> WholeTrajectories:
-        """With the trajectories in these W rollouts, with each one's header.
+    def add(self, rows: TensorDict, headers: Sequence[Header]) -> None:
+        """Add the trajectories in W rollouts.
 
         Args:
             rows: ``[W * n, T]``, or for a loose layout ``[W, *batch_size, T]``.
             headers: of the rollouts.
         """
         num_envs = len(rows) // len(headers)
-        more = copy.copy(self)
-        for index, header in enumerate(headers):
-            more._add(rows[index * num_envs : (index + 1) * num_envs], header)  # noqa: SLF001
-        return more
-
-    def __copy__(self) -> WholeTrajectories:
-        other = WholeTrajectories(self._num_per_batch)
-        vars(other).update(vars(self))
-        # _add() replaces what is in these.
-        for name in ("_parts", "_incomplete", "_newest"):
-            setattr(other, name, getattr(self, name).copy())
-        return other
+        for header, rollout in zip(headers, rows.split(num_envs), strict=True):
+            self._add(rollout, header)
 
     def _add(self, rows: TensorDict, header: Header) -> None:
-        parts = self._parts[header.worker_id] = self._parts.get(header.worker_id, {}).copy()
-        incomplete = set(self._incomplete.get(header.worker_id, ()))
-        self._incomplete[header.worker_id] = incomplete
-        incarnation, sequence = self._newest.get(header.worker_id, (header.incarnation, -1))
-        is_next = (header.incarnation, header.sequence) == (incarnation, sequence + 1)
+        worker = self._workers.setdefault(header.worker_id, _Unfinished())
+        is_next = (header.incarnation, header.sequence) == worker.next
+        worker.next = header.incarnation, header.sequence + 1
         if not is_next and header.sequence:
-            incomplete |= set(rows[TRAJ_IDS][..., 0].flatten().tolist())
-        incomplete.update(header.work.rests)
-        self._newest[header.worker_id] = (header.incarnation, header.sequence)
+            worker.incomplete.update(rows[TRAJ_IDS][..., 0].flatten().tolist())
+        worker.incomplete.update(header.work.rests)
         unfinished: set[int] = set()
         frames, lengths = _by_trajectory(rows)
         done_keys = _flags(frames["next"], "done")
@@ -239,49 +237,48 @@ class WholeTrajectories:
             done_keys = [("done",)]  # an agent may be done long before its env
         for part in frames.split(lengths.tolist()):
             traj_id = int(part[TRAJ_IDS][0])
-            step = part["next"]
-            ends = any(bool(step[key][-1].any()) for key in done_keys)
+            ends = any(bool(part["next"][key][-1].any()) for key in done_keys)
             if not ends:
                 unfinished.add(traj_id)
-            if traj_id in incomplete:
+            if traj_id in worker.incomplete:
                 self.abandoned_frames += len(part)
             elif ends:
-                self._whole += ([*parts.pop(traj_id, ()), part],)
+                self._whole.append([*worker.parts.pop(traj_id, ()), part])
             else:
                 # A copy: a view would keep the whole rollout in memory until the trajectory ends.
-                parts[traj_id] = [*parts.get(traj_id, ()), part.clone()]
+                worker.parts.setdefault(traj_id, []).append(part.clone())
         if (rows[TRAJ_IDS][..., 0] < 0).any():
             return  # the rollout was preempted before every env had a frame
         # Every env's present trajectory is known now, so no other one of this worker will ever end.
-        incomplete &= unfinished
-        for traj_id in parts.keys() - (unfinished - incomplete):
-            self.abandoned_frames += sum(len(part) for part in parts.pop(traj_id))
+        worker.incomplete &= unfinished
+        for traj_id in worker.parts.keys() - (unfinished - worker.incomplete):
+            self.abandoned_frames += sum(map(len, worker.parts.pop(traj_id)))
 
-    def abandoned(self) -> WholeTrajectories:
-        """Without any trajectories, whole or not; the next ones must begin with a reset."""
-        begun = [parts for each in self._parts.values() for parts in each.values()]
-        none = copy.copy(self)
-        none.abandoned_frames += sum(
+    def abandon(self) -> None:
+        """Drop all trajectories, whole or not; the next ones must begin with a reset."""
+        begun = [parts for worker in self._workers.values() for parts in worker.parts.values()]
+        self.abandoned_frames += sum(
             len(part) for parts in [*self._whole, *begun] for part in parts
         )
-        none._whole = ()  # noqa: SLF001
-        none._parts = {}  # noqa: SLF001
-        return none
+        self._whole = []
+        for worker in self._workers.values():
+            worker.parts = {}
 
-    def taken(self) -> tuple[TensorDict, WholeTrajectories]:
-        """The next batch ``[trajectories, longest]``, or without padding ``[F]``, and the rest.
+    def first(self) -> TensorDict:
+        """The next batch ``[trajectories, longest]``, or without padding ``[F]``.
 
         There must be enough whole trajectories: see :attr:`ready`.
         """
-        taken = self._whole[: self._num_per_batch]
-        rest = copy.copy(self)
-        rest._whole = self._whole[len(taken) :]  # noqa: SLF001
-        lengths = torch.tensor([sum(len(part) for part in parts) for parts in taken])
-        frames: TensorDict = torch.cat([part for parts in taken for part in parts])
+        first = self._whole[: self._num_per_batch]
+        frames: TensorDict = torch.cat([part for parts in first for part in parts])
         if not self._pads:
             frames.names = ["time"]
-            return frames, rest
-        return _padded(frames, lengths), rest
+            return frames
+        return _padded(frames, torch.tensor([sum(map(len, parts)) for parts in first]))
+
+    def drop_first(self) -> None:
+        """Drop the trajectories that :meth:`first` returns."""
+        del self._whole[: self._num_per_batch]
 
 
 def split(rows: TensorDict) -> TensorDict:

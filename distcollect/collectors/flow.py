@@ -310,9 +310,8 @@ class Flow:
             trajectories = self._trajectories
             assert trajectories is not None
             if trajectories.ready:
-                taken, rest = trajectories.taken()
-                batch = self._backend.processed(taken, self._options)
-                self._trajectories = rest
+                batch = self._backend.processed(trajectories.first(), self._options)
+                trajectories.drop_first()
                 return _Ready(batch)
             if self.is_over():
                 if self._options.replay_buffer is None or self.batches == before:
@@ -331,11 +330,12 @@ class Flow:
                     raise
                 raise trajectories.too_few(limit_s, resets=resets) from error
             rows = self._options.batch_format.shaped(collected.rows, self._backend.layout)
-            self._trajectories = trajectories.with_rollouts(rows, collected.headers)
+            num_before = trajectories.num_whole
+            trajectories.add(rows, collected.headers)
             collected.settle(None)
             self.count(collected.headers, collected.lag)
             # With resets in between, a trajectory that one rollout lacks comes in no later one.
-            more = self._trajectories.num_whole > trajectories.num_whole
+            more = trajectories.num_whole > num_before
             if timeout_s is None and (more or not resets):
                 deadline = time.monotonic() + limit_s
 
@@ -384,4 +384,4 @@ class Flow:
         """Forget the trajectories, whole or not, and the batches that were not delivered."""
         self.drop("given_up")
         if self._trajectories is not None:
-            self._trajectories = self._trajectories.abandoned()
+            self._trajectories.abandon()
