@@ -45,6 +45,7 @@ class ControlConnection:
     """A worker's or supervisor's end of the connection to its trainer. Reads block.
 
     Attributes:
+        sock: its socket.
         welcome: the trainer's answer to :meth:`join`; None before.
     """
 
@@ -55,16 +56,16 @@ class ControlConnection:
             OSError: nobody listens there, or no answer within ``timeout_s``.
         """
         self._host, self._port = host, port
-        self._sock = socket.create_connection((host, port), timeout=timeout_s)
-        configure_socket(self._sock)
-        self._outbox = Outbox(self._sock, MAX_FRAME)
+        self.sock = socket.create_connection((host, port), timeout=timeout_s)
+        configure_socket(self.sock)
+        self._outbox = Outbox(self.sock, MAX_FRAME)
         self._reader = FrameReader(_MAX_UNPROVEN_FRAME)
         self.welcome: Message | None = None
 
     @property
     def local_address(self) -> str:
         """This host's address on the route to the trainer."""
-        return str(self._sock.getsockname()[0])
+        return str(self.sock.getsockname()[0])
 
     def join(self, hello: Hello, token: str, timeout_s: float = ANSWER_TIMEOUT_S) -> Message:
         """Join the trainer, if it proves that it knows the token; return its welcome.
@@ -111,7 +112,7 @@ class ControlConnection:
             raise LaunchError(
                 f"{where} is no trainer of distcollect's ({error}): check the address"
             ) from error
-        self._sock.settimeout(None)
+        self.sock.settimeout(None)
         self.welcome = welcome
         return welcome
 
@@ -140,8 +141,8 @@ class ControlConnection:
             try:
                 if deadline is not None:
                     # A timeout of 0 would make the socket non-blocking.
-                    self._sock.settimeout(max(0.001, deadline - time.monotonic()))
-                data = self._sock.recv(65536)
+                    self.sock.settimeout(max(0.001, deadline - time.monotonic()))
+                data = self.sock.recv(65536)
             except OSError:  # a TimeoutError may be the kernel's: the host can't be reached
                 return None
             if not data:
@@ -151,7 +152,7 @@ class ControlConnection:
 
     def close(self) -> None:
         """Close it; the trainer sees this process as gone."""
-        self._sock.close()
+        self.sock.close()
 
 
 def join_once(trainer: TrainerAddress, hello: Hello, timeout_s: float) -> ControlConnection:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from helpers.paths import SCRIPTS
 
 from distcollect.net.client import ControlConnection
 from distcollect.net.connection import Connection
-from distcollect.net.framing import with_length
+from distcollect.net.framing import FrameReader, with_length
 from distcollect.net.handshake import JoiningSide, Opening, to_bytes
 from distcollect.net.messages import Hello, Message, WorkerHello, WorkerWelcome
 from distcollect.net.server import JoinServer, JoinServerEvents
@@ -63,7 +65,7 @@ def server(events: Recorder) -> Iterator[JoinServer]:
     server = JoinServer("127.0.0.1", TOKEN, events)
     yield server
     server.close()
-    assert not server._thread.is_alive()
+    assert not server_threads()
 
 
 Connect = Callable[..., ControlConnection]
@@ -86,13 +88,32 @@ def prove(client: ControlConnection, token: str = TOKEN, opening: Opening | None
     side = JoiningSide(token)
     if opening is not None:
         side.opening = to_bytes(opening)
-    client._send(with_length(side.opening))
-    challenge = client._receive_frame()
-    assert challenge is not None
-    client._send(with_length(side.prove(challenge)))
-    proof = client._receive_frame()
-    assert proof is not None
-    side.verify(proof)
+    client.sock.sendall(with_length(side.opening))
+    client.sock.sendall(with_length(side.prove(read_frame(client.sock))))
+    side.verify(read_frame(client.sock))
+
+
+def read_frame(sock: socket.socket) -> bytes:
+    """Return one frame; nothing else may have been sent."""
+    reader = FrameReader()
+    while (frame := reader.next()) is None:
+        data = sock.recv(65536)
+        assert data
+        reader.feed(data)
+    return frame
+
+
+def server_threads() -> list[threading.Thread]:
+    """Return the threads of the join servers in this process."""
+    return [each for each in threading.enumerate() if each.name == "distcollect-join"]
+
+
+def cpu_s() -> float:
+    """Return the seconds that the join server's thread has computed for."""
+    [thread] = server_threads()
+    stat = Path(f"/proc/self/task/{thread.native_id}/stat").read_text()
+    fields = stat.rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 class Listener:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from helpers.join_server import TOKEN, WELCOME, Recorder, hello
+from helpers.join_server import TOKEN, WELCOME, Recorder, hello, server_threads
 from helpers.waiting import eventually
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -108,7 +108,7 @@ def gate() -> Iterator[Gate]:
     yield Gate(events, server, worker, recorded)
     worker.close()
     server.close()
-    assert not server._thread.is_alive()
+    assert not server_threads()
 
 
 OPENING = to_bytes(Opening())

@@ -77,7 +77,7 @@ def test_a_host_that_cannot_be_reached_any_more_is_gone(
             raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
 
     with monkeypatch.context() as patch:
-        patch.setattr(client, "_sock", Unplugged())
+        patch.setattr(client, "sock", Unplugged())
         assert client.receive() is None
 
 
@@ -155,7 +155,7 @@ def test_an_older_process_is_told_the_versions(
 ) -> None:
     """It shows its token in its first message, and understands one answer."""
     client = connect(server)
-    client._sock.sendall(pack(OLD_HELLO))
+    client.sock.sendall(pack(OLD_HELLO))
     answer = client.receive()
     assert isinstance(answer, Refused)
     assert f"its protocol is 2, the trainer's is {PROTOCOL}; install the same" in answer.reason
@@ -206,7 +206,7 @@ def test_garbage_after_joining_closes_the_connection(
     client = connect(server)
     client.join(hello(), TOKEN)
     connection = events.next("admitted")
-    client._sock.sendall(frame(b"nonsense"))
+    client.sock.sendall(frame(b"nonsense"))
     assert events.next("closed") is connection
     assert client.receive() is None
 
@@ -230,7 +230,7 @@ def test_a_malformed_hello_is_refused(
 ) -> None:
     client = connect(server)
     prove(client, TOKEN)
-    client._sock.sendall(pack(sent))
+    client.sock.sendall(pack(sent))
     answer = client.receive()
     assert isinstance(answer, Refused)
     assert answer.reason
@@ -243,7 +243,7 @@ def test_nothing_is_read_after_a_refusal(
     server: JoinServer, events: Recorder, connect: Connect, caplog: pytest.LogCaptureFixture
 ) -> None:
     stranger = connect(server)
-    stranger._sock.sendall(frame(b"{}") * 10_000)
+    stranger.sock.sendall(frame(b"{}") * 10_000)
     assert isinstance(stranger.receive(), Refused)
     stranger.close()
     connect(server).join(hello(), TOKEN)

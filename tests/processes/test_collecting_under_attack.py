@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from helpers.join_server import cpu_s
 from helpers.paths import SCRIPTS
 
 import distcollect as dc
@@ -18,11 +19,6 @@ from distcollect.net.messages import WorkerHello
 ATTACK_S = int(os.environ.get("ATTACK_S", "6"))
 NUM_SILENT = 1000  # and half as many that begin a frame of 1 MiB
 SECRET = "e9d1a2"
-
-
-def cpu_s(thread: int) -> float:
-    fields = Path(f"/proc/self/task/{thread}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def resident_mib() -> float:
@@ -46,11 +42,9 @@ def test_no_frame_is_lost_to_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DISTCOLLECT_TOKEN", SECRET)
     with dc.RPCDataCollector("CartPole-v1", frames_per_batch=64, num_workers=2) as collector:
         server = collector._session.workers._hosts.join_server
-        thread = server._thread.native_id
-        assert thread is not None
         for _ in range(20):
             collector.next()
-        used, size, begin = cpu_s(thread), resident_mib(), time.monotonic()
+        used, size, begin = cpu_s(), resident_mib(), time.monotonic()
         command = [sys.executable, str(SCRIPTS / "attack_gate.py"), str(server.port)]
         with subprocess.Popen(
             [*command, str(ATTACK_S), str(NUM_SILENT)], stdout=subprocess.PIPE, text=True
@@ -65,7 +59,7 @@ def test_no_frame_is_lost_to_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
                 highest = max(highest, resident_mib())
                 num_files = max(num_files, len(list(Path("/proc/self/fd").iterdir())))
             num_connections = int(attack.stdout.readline())
-        wall_s, busy_s = time.monotonic() - begin, cpu_s(thread) - used
+        wall_s, busy_s = time.monotonic() - begin, cpu_s() - used
         for _ in range(20):
             collector.next()
         frames = collector.ledger.total

@@ -50,7 +50,7 @@ def test_a_client_sees_the_server_end(
     client.join(hello(), TOKEN)
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGKILL if how == "kill" else signal.SIGTERM)
-    client._sock.settimeout(3)
+    client.sock.settimeout(3)
     try:
         assert client.receive() is None
     finally:
