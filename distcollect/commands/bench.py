@@ -1,10 +1,10 @@
 """``distcollect bench``: the user's env and policy in collectors, beside a bare loop over the same.
 
-The bare loop calls the policy for n envs at once, steps them, and writes frames into memory that
-was allocated before: what remains when nothing is delivered. With W workers, W bare loops run side
-by side, in a process each. Loop and collector take turns, a window each, as the load and the clock
-rate of a machine change within seconds by more than the difference that is to be measured; the
-figures are ratios of two windows that follow each other.
+The bare loop calls the policy for n envs at once, as collectors do, steps them, and writes frames
+into memory that was allocated before: what remains when nothing is delivered. With W workers, W
+bare loops run side by side, in a process each. Loop and collector take turns, a window each, as
+the load and the clock rate of a machine change within seconds by more than the difference that is
+to be measured; the figures are ratios of two windows that follow each other.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -42,11 +42,9 @@ from distcollect.commands.collect.policy_file import (
 from distcollect.common.tables import text_table
 from distcollect.envs.make import check_env_id, make_by_id
 from distcollect.errors import ArgumentError, LaunchError
-from distcollect.policy.base import Exploration
-from distcollect.policy.calling import Inputs, calling_convention
-from distcollect.policy.outputs import OutputReader
+from distcollect.policy.base import Policy
 from distcollect.policy.random import RandomPolicy
-from distcollect.policy.weight_layout import module_of
+from distcollect.policy.user import UserPolicy
 from distcollect.rollout.spaces import flatten, leaves_of, unflatten
 
 Maker: TypeAlias = Callable[[], Any]
@@ -176,7 +174,7 @@ def _named_maker(given: str) -> Maker:
     module, _, name = given.rpartition(":")
     maker: Any = None
     if module:
-        with contextlib.suppress(ImportError):  # an id may begin with the name of no module
+        with contextlib.suppress(Exception):  # an id may begin with the name of no module
             maker = getattr(importlib.import_module(module), name, None)
     if not callable(maker):
         check_env_id(given)
@@ -272,23 +270,40 @@ class BareLoop:
     ) -> None:
         """Make the envs; ``num_steps``: T, None: as many as make a rollout of good length."""
         self._envs = [make_env() for _ in range(num_envs)]
-        self._policy = policy.policy if policy.factory is None else policy.factory()
         self._space = self._envs[0].observation_space
         self._action_space = self._envs[0].action_space
-        self._observations = leaves_of(self._space, "observation")
-        self._actions = leaves_of(self._action_space, "action")
         branches = (gym.spaces.Dict, gym.spaces.Tuple)
         self._has_parts = isinstance(self._space, branches)
         self._action_has_parts = isinstance(self._action_space, branches)
-        self._resets = [env.reset()[0] for env in self._envs]
-        self.num_steps = _TRIAL_STEPS
-        self._allocate()
+        # What the policy sees, ``[n, *obs]`` for each leaf.
+        leaves = leaves_of(self._space, "observation")
+        seen = {leaf.key: leaf.zeros(num_envs) for leaf in leaves}
+        self._seen = list(seen.values())
+        for row, env in enumerate(self._envs):
+            self._observe(row, env.reset()[0])
+        given = policy.policy if policy.factory is None else policy.factory()
+        self._policy: Policy = RandomPolicy(self._action_space, num_envs)
+        if given is not None:
+            self._policy = UserPolicy(given, seen, self._space, self._action_space)
+        self._policy.try_out()
+        self._final: list[Any] = []
+        self._allocate(_TRIAL_STEPS)
         if num_steps is None:
             self.rollout()
             per_rollout_s = self.rollout() / _rate(self.rollout, 2 * _ROLLOUT_S)
             num_steps = round(_TRIAL_STEPS * _ROLLOUT_S / per_rollout_s)
-        self.num_steps = min(max(1, num_steps), _MOST_STEPS)
-        self._allocate()
+        self._allocate(min(max(1, num_steps), _MOST_STEPS))
+
+    def _allocate(self, num_steps: int) -> None:
+        self.num_steps = num_steps
+        rows = len(self._envs)
+        leaves = (*leaves_of(self._action_space, "action"), *self._policy.extras)
+        self._observations = [
+            np.zeros((num_steps, *array.shape), array.dtype) for array in self._seen
+        ]
+        self._chosen = [leaf.zeros(num_steps, rows) for leaf in leaves]
+        self._reward = np.zeros((num_steps, rows), np.float32)
+        self._ended = np.zeros((2, num_steps, rows), bool)
 
     def close(self) -> None:
         """Close the envs."""
@@ -300,65 +315,21 @@ class BareLoop:
         self.rollout()
         return _rate(self.rollout, seconds)
 
-    def _allocate(self) -> None:
-        rows, steps = len(self._envs), self.num_steps
-        self._memory = [leaf.zeros(steps + 1, rows) for leaf in self._observations]
-        self._chosen = [leaf.zeros(steps, rows) for leaf in self._actions]
-        self._extras: list[np.ndarray] | None = None  # their shapes are known after the first call
-        self._reward = np.zeros((steps, rows), np.float32)
-        self._ended = np.zeros((2, steps, rows), bool)
-        self._final: list[Any] = []
-        for row, observation in enumerate(self._resets):
-            for array, part in zip(self._memory, flatten(self._space, observation), strict=True):
-                array[-1, row] = part
-        self._choices = list(self._made_choices())
-
-    def _made_choices(self) -> Iterator[Callable[[], Any]]:
-        """For each step, a call of the policy with its observations, ``[n, *obs]``."""
-        rows = len(self._envs)
-        if self._policy is None:
-            policy = RandomPolicy(self._action_space, rows)
-            yield from [policy] * self.num_steps
-            return
-        module = module_of(self._policy)
-        for step in range(self.num_steps):
-            observation = {
-                leaf.key: array[step]
-                for leaf, array in zip(self._observations, self._memory, strict=True)
-            }
-            inputs = Inputs(observation, module, None)
-            call = calling_convention(self._policy, inputs, self._space)
-            if not step:
-                reader = OutputReader(
-                    self._action_space,
-                    rows,
-                    input_keys=inputs.tensors,
-                    state=(),
-                    exploration=Exploration.RANDOM,
-                )
-            yield partial(_choose, inputs, call, reader)
-
     def rollout(self) -> int:
         """Collect a rollout; the number of frames."""
-        for array in self._memory:
-            array[0] = array[-1]
         self._final.clear()
-        with torch.inference_mode():
-            for step, choose in enumerate(self._choices):
-                actions, extras, *_ = choose()
-                for array, value in zip(self._chosen, actions, strict=True):
-                    array[step] = value
-                if self._extras is None:
-                    shape = (self.num_steps,)
-                    self._extras = [np.zeros(shape + value.shape, value.dtype) for value in extras]
-                for array, value in zip(self._extras, extras, strict=True):
+        with self._policy.exploring():
+            for step in range(self.num_steps):
+                for array, seen in zip(self._observations, self._seen, strict=True):
+                    array[step] = seen
+                actions, extras = self._policy()
+                for array, value in zip(self._chosen, (*actions, *extras), strict=True):
                     array[step] = value
                 self._step(step, actions)
         return self._reward.size
 
     def _step(self, step: int, actions: Sequence[np.ndarray]) -> None:
         reward, terminated, truncated = self._reward[step], *self._ended[:, step]
-        following = [array[step + 1] for array in self._memory]
         for row, env in enumerate(self._envs):
             action = actions[0][row]
             if self._action_has_parts:
@@ -367,17 +338,16 @@ class BareLoop:
             if terminated[row] or truncated[row]:
                 self._final.append((step, row, observation))
                 observation = env.reset()[0]
-            if not self._has_parts:
-                following[0][row] = observation
-                continue
-            for array, part in zip(following, flatten(self._space, observation), strict=True):
-                array[row] = part
+                if self._policy.state is not None:
+                    self._policy.state.begin([row])
+            self._observe(row, observation)
 
-
-def _choose(inputs: Inputs, call: Callable[[], Any], reader: OutputReader) -> Any:
-    if inputs.copies:
-        inputs.refresh()
-    return reader.read(call())
+    def _observe(self, row: int, observation: Any) -> None:
+        if not self._has_parts:
+            self._seen[0][row] = observation
+            return
+        for array, part in zip(self._seen, flatten(self._space, observation), strict=True):
+            array[row] = part
 
 
 class LoopProcesses:
