@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -377,7 +378,9 @@ class Flow:
     def close(self) -> None:
         """Nobody gets anything more; the buffer has the batch that is being added to it."""
         if self._is_adding:
-            self._waiting[0].settle(None)
+            # A shutdown that was broken off may have closed the pool.
+            with contextlib.suppress(CollectorStateError):
+                self._waiting[0].settle(None)
         self.drop("shut_down")
 
     def drop_trajectories(self) -> None:
