@@ -69,14 +69,16 @@ def check() -> None:
         KeyboardInterrupt: Ctrl-C was noted.
         Interrupted: this process was asked to end, and :func:`watch` called. The state is saved.
     """
-    global _is_noted  # noqa: PLW0603
+    global _is_noted, _save_and_exit  # noqa: PLW0603
     if not (_is_noted or _requested) or not _is_main_thread():
         return
     if _is_noted:
         _is_noted = False
         raise KeyboardInterrupt
     if _save_and_exit is not None:
-        _save_and_exit()
+        # Once: what follows, such as closing the collectors, waits as well.
+        save_and_exit, _save_and_exit = _save_and_exit, None
+        save_and_exit()
 
 
 def _is_main_thread() -> bool:
