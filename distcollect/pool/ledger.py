@@ -45,7 +45,7 @@ class _Account:
 
 @dataclass(slots=True)
 class _Process:
-    """What is known of a process.
+    """All that is known of a process.
 
     Attributes:
         own_losses: frames that it reported as lost itself, by cause.

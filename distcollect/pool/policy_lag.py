@@ -1,4 +1,4 @@
-"""How many versions old each frame of a batch is, and which frames are masked for that."""
+"""Counts how many versions old each frame of a batch is, and masks frames that are too old."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the core of the pool commands its shell to do, see :mod:`.pool_core`.
+"""The commands that the core of the pool gives its shell, see :mod:`.pool_core`.
 
 They are not frozen, though nobody changes one: that would make each take three times as long to
 make, and there are two for each rollout.
@@ -17,7 +17,7 @@ from distcollect.transport.protocol import Offer
 
 
 class Wanted(Enum):
-    """What the user's thread waits for.
+    """Says what the user's thread waits for.
 
     Attributes:
         ALL: a sync batch.

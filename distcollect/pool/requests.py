@@ -182,7 +182,7 @@ class Requests:
         return request
 
     def _wire_form(self, version: int, *, random: bool) -> CollectRequest:
-        """What is sent to a worker; most requests in a row are equal, and share one."""
+        """Return the message for a worker; most requests in a row are equal, and share one."""
         last = self._last_sent
         if last is None or last.version != version or last.random != random:
             plan = self._plan
@@ -295,7 +295,7 @@ class Requests:
         self.ask_again()
 
     def ask_again(self) -> None:
-        """What the user got, or the reference to it, is lost: another one is to be collected."""
+        """Count one less as requested, as nobody gets it: another one is to be collected."""
         self.frames_asked -= self._plan.rollout_frames
 
     def keep_no_longer(self, request: RolloutRequest, cause: str | None) -> None:
@@ -388,7 +388,7 @@ class Requests:
 
     @property
     def paces(self) -> dict[int, WorkerThroughput]:
-        """How fast each worker is, by worker_id."""
+        """The speed of each worker, by worker_id."""
         return dict(sorted(self._throughput.items()))
 
     @property
@@ -398,5 +398,5 @@ class Requests:
 
 
 def origin(header: Header) -> tuple[int, int, int]:
-    """What identifies a rollout in the run: worker_id, incarnation, sequence."""
+    """Return what identifies a rollout in the run: worker_id, incarnation, sequence."""
     return header[:3]

@@ -1,4 +1,4 @@
-"""Which worker is asked next, and which rollout is delivered next, in each mode.
+"""Decides which worker is asked next, and which rollout is delivered next, in each mode.
 
 Pure: no clock, no thread, no socket. A scheduler is told nothing: it answers from the state of the
 workers and of the rollouts.
@@ -67,7 +67,7 @@ class Scheduler:
         return list(islice(self._slots.idle, self._room())) if self._slots.idle else ()
 
     def _room(self) -> int:
-        """How many further rollouts may be requested, from whichever workers."""
+        """Return how many further rollouts may be requested, from whichever workers."""
         requests, room = self._requests, len(self._slots.line)
         if not requests.num_batches:
             return 0

@@ -21,7 +21,7 @@ _HABIT = 4
 
 
 class SentVersions:
-    """Which versions were sent to which slot.
+    """Records which versions were sent to which slot.
 
     Attributes:
         acknowledged: gives the newest version that the process in a slot has acknowledged.
@@ -61,7 +61,7 @@ class SentVersions:
         return self.acknowledged(worker_id) >= self.newest(worker_id)
 
     def lag(self, worker_id: int, version: int) -> int:
-        """How many versions newer than ``version`` were sent to this slot; at most 4096."""
+        """Return how many versions newer than ``version`` were sent to this slot; at most 4096."""
         sent = self._sent.get(worker_id)
         if not sent or sent[-1] <= version:
             return 0
@@ -118,7 +118,7 @@ class Pacer:
         self._needed: int | None = None  # least slack of a further ticket; None: not worked out
 
     def __len__(self) -> int:
-        """How many tickets are out."""
+        """Return how many tickets are out."""
         return len(self._tickets)
 
     def awaited(self) -> None:
@@ -140,7 +140,7 @@ class Pacer:
         self._needed = None
 
     def may_ask(self, worker_id: int, acknowledged: int) -> bool:
-        """Whether a rollout may be requested now from this worker, which has this version.
+        """Return True if a rollout may be requested now from this worker, which has this version.
 
         If not, that may change with its next acknowledgement and with whatever the pacer is told.
         """
@@ -175,11 +175,11 @@ class Pacer:
         self._remove(ticket)
 
     def too_stale(self, ticket: StalenessTicket) -> bool:
-        """Whether its lag is above the bound, as far as is known before it has arrived."""
+        """Return True if its lag is above the bound, as far as is known before it has arrived."""
         return self.slack(ticket.worker_id, ticket.version) < 0
 
     def may_deliver(self, ticket: StalenessTicket) -> bool:
-        """Whether to deliver this rollout now, which has arrived and is not too stale.
+        """Return True to deliver this rollout now, which has arrived and is not too stale.
 
         Not if one with less slack has to go first, lest it or another gets too stale.
         """
@@ -200,7 +200,7 @@ class Pacer:
         return min(self._num_by_slack, default=0)
 
     def slack(self, worker_id: int, version: int) -> int:
-        """How many more publications to this slot a frame of this version can take."""
+        """Return how many more publications to this slot a frame of this version can take."""
         return self.max_policy_lag - self._versions.lag(worker_id, version)
 
     def _add(self, ticket: StalenessTicket) -> None:
@@ -253,7 +253,7 @@ class Pacer:
         return none
 
     def _is_feasible(self, first: int = 0) -> bool:
-        """Whether all slacks suffice if ``first`` other tickets are delivered before."""
+        """Return True if all slacks suffice if ``first`` other tickets are delivered before."""
         before = first
         for slack in sorted(self._num_by_slack):
             count = self._num_by_slack[slack]

@@ -1,4 +1,4 @@
-"""What the pool knows of its workers, and of each rollout that it requested from them.
+"""The pool's records of its workers, and of each rollout that it requested from them.
 
 Pure: no clock, no thread, no socket.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """What the pool collects.
+    """Says what the pool collects.
 
     Attributes:
         sync: True: a batch has a rollout of every worker, collected for it; False: it is the next
@@ -64,7 +64,7 @@ class BatchPlan:
 
 
 class SlotState(Enum):
-    """What a worker's process may be asked for.
+    """Says what a worker's process may be asked for.
 
     Attributes:
         SETTING_UP: nothing yet: it has not answered all setup calls.
@@ -117,7 +117,7 @@ class RolloutState(Enum):
 
 @dataclass(eq=False, slots=True)
 class WorkerSlot:
-    """What the pool knows of a worker's process.
+    """The pool's record of a worker's process.
 
     Its n-th rollout lies in slab n modulo NUM_SLABS, so the next one may be requested as soon as
     the one before the last was read or given up, whatever has become of the last.

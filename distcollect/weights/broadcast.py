@@ -57,7 +57,7 @@ class BroadcastSource(GroupMember, WeightSource):
 
     @property
     def on_gpu(self) -> bool:  # type: ignore[override]
-        """Whether it writes to a GPU's memory directly."""
+        """Return True if it writes to a GPU's memory directly."""
         return backend_named(self.backend).on_gpu
 
     def join(self, receiver_state: dict[str, Any]) -> WeightSource | None:
@@ -95,7 +95,7 @@ class RelaySource(WeightSource):
 
     @property
     def on_gpu(self) -> bool:  # type: ignore[override]
-        """Whether the broadcast writes to a GPU's memory directly."""
+        """Return True if the broadcast writes to a GPU's memory directly."""
         return self.broadcast.on_gpu
 
     def join(self, receiver_state: dict[str, Any]) -> WeightSource:
@@ -163,7 +163,7 @@ class BroadcastUpdater(WeightUpdaterBase):
         self._choose(device, dict.fromkeys(worker_ids))
 
     def is_on_gpus(self, device: torch.device, peers: Mapping[int, int]) -> bool:
-        """Whether weights on ``device`` go to these workers directly from GPU to GPU."""
+        """Return True if weights on ``device`` go to these workers directly from GPU to GPU."""
         return self._choose(device, peers, tells=False).on_gpu
 
     def _choose(

@@ -1,4 +1,4 @@
-"""What users get from a publication: which workers have received it."""
+"""The handle that users get of a publication: it knows the workers that have received it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class PushHandle:
             return dict(self._left_out)
 
     def done(self) -> bool:
-        """Whether each worker has these weights or is left out."""
+        """Return True if each worker has these weights or is left out."""
         with self._lock:
             return not self._open()
 

@@ -247,7 +247,7 @@ class WeightSender:
         )
 
     def _payload(self, push: PlannedPush) -> tuple[torch.Tensor, WeightEncoding, int]:
-        """What travels, how the weights lie in it, and the version that it is a change of."""
+        """Return the payload, its encoding, and the version that it is a change of."""
         flat, last = push.publication.flat, self._last
         entries, base = None, 0
         if last is not None and last.flat.device == flat.device:

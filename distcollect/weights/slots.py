@@ -1,4 +1,4 @@
-"""Which version each worker gets next: decisions without threads, sockets or clocks.
+"""Decides which version each worker gets next, without threads, sockets or clocks.
 
 Each worker's slot has a state::
 
@@ -32,7 +32,7 @@ _MAX_SNAPSHOTS = 8
 
 
 class SendState(Enum):
-    """What is to happen with a worker's slot next."""
+    """The next thing to happen with a worker's slot next."""
 
     IDLE = "nothing is to be sent"
     WAITING = "its newest version is to be sent"
@@ -237,7 +237,7 @@ class WeightSlots:
     # What the sender asks, and what comes of it.
 
     def next_push(self) -> PlannedPush | None:
-        """What to send next, and to which workers; None: nothing. These are SENDING now."""
+        """Return the next version to send, and its receivers, which are SENDING now; None: none."""
         waiting = [slot for slot in self._slots.values() if slot.state is SendState.WAITING]
         if not waiting:
             return None
@@ -252,7 +252,7 @@ class WeightSlots:
         return PlannedPush(first.newest, peers)
 
     def all_have(self, publication: Publication, worker_ids: Iterable[int]) -> bool:
-        """Whether these workers have exactly this version, as far as is known."""
+        """Return True if these workers have exactly this version, as far as is known."""
         slots = [self._slots.get(worker_id) for worker_id in worker_ids]
         return (
             all(

@@ -23,7 +23,7 @@ from distcollect.transport.worker_service import WeightSource
 
 @dataclass(frozen=True)
 class UpdaterContext:
-    """What an updater needs to know of the run.
+    """All that an updater needs to know of the run.
 
     Attributes:
         address: of the trainer's host, on the interface by which workers reach it.
@@ -83,7 +83,7 @@ class WeightUpdaterBase:
         return weights
 
     def _skip_update(self, worker_id: int) -> bool:
-        """Whether a worker is left out of an update that would have gone to it."""
+        """Return True if a worker is left out of an update that would have gone to it."""
         return False
 
     def all_worker_ids(self) -> Sequence[int] | Sequence[torch.device] | None:
