@@ -178,13 +178,13 @@ class WeightSender:
                     self._failed(worker_id, push, WorkerError(message))
             finally:
                 with self._lock:
-                    self._slots.send_again(push.receivers)
+                    self._slots.send_again(push.receivers.values())
 
     def _send(self, push: PlannedPush) -> None:
         publication = push.publication
         begin_ns = clock_ns()
         data, encoding, base = self._payload(push)
-        sources = self._updater.sources(data, push.receivers)
+        sources = self._updater.sources(data, push.peers)
         together, relays = self._updater.together, self._updater.relays
         if left_out := push.receivers.keys() - sources.keys() - relays.keys():
             raise WorkerError(f"{self._updater!r} has no source for workers {sorted(left_out)}")
@@ -252,7 +252,7 @@ class WeightSender:
         entries, base = None, 0
         if last is not None and last.flat.device == flat.device:
             with self._lock:
-                are_changes = self._slots.all_have(last, push.receivers)
+                are_changes = self._slots.all_have(last, push.receivers.values())
             if are_changes:
                 entries, base = self._layout.changed(last.flat, flat), last.version
         encoding = WeightEncoding(self._options.narrow_dtype, entries)
@@ -268,7 +268,7 @@ class WeightSender:
     ) -> Answers:
         return {
             worker_id: self._transport.call(peer, method, arguments[worker_id])
-            for worker_id, peer in push.receivers.items()
+            for worker_id, peer in push.peers.items()
         }
 
     def _all_ready(self, push: PlannedPush, preparing: Answers) -> bool:
@@ -304,7 +304,7 @@ class WeightSender:
         has_culprit = any(isinstance(error, WorkerLost) for error in errors.values()) or (
             transfer.together and bool(late)
         )
-        for worker_id, peer in push.receivers.items():
+        for worker_id, peer in push.peers.items():
             if worker_id in late or errors[worker_id] is not None:
                 # The connection with a receiver that failed may be in any state.
                 self._updater.forget(peer)
@@ -321,7 +321,7 @@ class WeightSender:
     def _succeeded(self, worker_id: int, push: PlannedPush) -> None:
         publication = push.publication
         with self._lock:
-            handles = self._slots.acknowledge(worker_id, push.receivers[worker_id], publication)
+            handles = self._slots.acknowledge(push.receivers[worker_id], publication)
         if handles is None:
             return
         # The pool first: a thread that waits for a handle may ask the pool once it is settled.
@@ -333,9 +333,7 @@ class WeightSender:
         """Try again, or leave the worker out."""
         version = push.publication.version
         with self._lock:
-            left_out = self._slots.fail(
-                worker_id, push.receivers[worker_id], push.publication, error
-            )
+            left_out = self._slots.fail(push.receivers[worker_id], push.publication, error)
         if left_out is None:
             return
         if isinstance(error, WorkerLost):
@@ -355,20 +353,20 @@ class WeightSender:
         alone: bool = False,
     ) -> None:
         """Go on without a worker until it has given the answer that it owes."""
-        peer = push.receivers[worker_id]
+        slot = push.receivers[worker_id]
         error = WeightsTimeout(
             f"worker {worker_id} {what} version {push.publication.version} within {after_s:.3g} s; "
             "it gets the newest one as soon as it answers"
         )
         with self._lock:
-            counts = self._slots.late(worker_id, peer, error, alone=alone)
+            counts = self._slots.late(slot, error, alone=alone)
         if not counts:
             return
         log.warning("%s", error)
 
         def answered(_: Future[Any]) -> None:
             with self._lock:
-                self._slots.answered(worker_id, peer)
+                self._slots.answered(slot)
                 if self._closed:
                     return
             self._thread.submit(self._send_all)

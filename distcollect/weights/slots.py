@@ -63,25 +63,13 @@ class Publication:
     generation: int = 0
 
 
-@dataclass(frozen=True)
-class PlannedPush:
-    """A version to send, and the workers that get it together: worker_id to peer."""
-
-    publication: Publication
-    receivers: Mapping[int, int]
-
-    def only(self, worker_ids: Iterable[int]) -> PlannedPush:
-        """The part of it that goes to these workers."""
-        return PlannedPush(self.publication, {w: self.receivers[w] for w in worker_ids})
-
-
 @dataclass(eq=False)
 class WeightSlot:
-    """A worker's slot.
+    """A worker's slot, as long as it has the same process.
 
     Attributes:
         worker_id: whose it is.
-        peer: its process; None if that is gone.
+        peer: its process; -1: the first one is still to come.
         newest: the newest version that was published for it, or if its snapshot was dropped the
             next newer one; None: none was published. With this one it has what it is to have.
         acknowledged: the version that the process has.
@@ -96,7 +84,7 @@ class WeightSlot:
     """
 
     worker_id: int
-    peer: int | None
+    peer: int
     newest: Publication | None = None
     acknowledged: int = 0
     held: int = 0
@@ -124,11 +112,27 @@ class WeightSlot:
             self.handles.clear()
 
 
+@dataclass(frozen=True)
+class PlannedPush:
+    """A version to send, and by worker_id the slots that get it together."""
+
+    publication: Publication
+    receivers: Mapping[int, WeightSlot]
+
+    @property
+    def peers(self) -> dict[int, int]:
+        """The receivers' processes: worker_id to peer."""
+        return {worker_id: slot.peer for worker_id, slot in self.receivers.items()}
+
+    def only(self, worker_ids: Iterable[int]) -> PlannedPush:
+        """The part of it that goes to these workers."""
+        return PlannedPush(self.publication, {w: self.receivers[w] for w in worker_ids})
+
+
 class WeightSlots:
     """The slots of all workers. The caller locks.
 
-    A receiver is given as worker_id and peer. What happens to a process that is no longer in its
-    slot is ignored.
+    What is said of a receiver that is no longer SENDING is ignored: its process is gone.
     """
 
     def __init__(self) -> None:
@@ -174,6 +178,7 @@ class WeightSlots:
         )
         if before is not None:
             slot.newest, slot.handles = before.newest, before.handles
+            before.state = SendState.VACANT
         slot.newest = slot.newest or self._latest
         if slot.newest is None:
             return 0
@@ -186,19 +191,19 @@ class WeightSlots:
         """A slot's process is gone; ``replaced``: another one comes. Its peer, if it had one."""
         slot = self._slots.get(worker_id)
         if slot is None and replaced:  # its first process is still to come
-            self._slots[worker_id] = WeightSlot(worker_id, None, state=SendState.ABSENT)
+            self._slots[worker_id] = WeightSlot(worker_id, -1, state=SendState.ABSENT)
         if slot is None or slot.state is SendState.VACANT:
             return None
-        peer, slot.peer = slot.peer, None
+        was_absent = slot.state is SendState.ABSENT
         slot.acknowledged = slot.held = 0
         if not replaced:
             slot.state = SendState.VACANT
             slot.newest = None
             slot.settle(WorkerLost("is gone", worker_id=worker_id))
-        elif slot.state is not SendState.ABSENT:
+        elif not was_absent:
             slot.state = SendState.ABSENT
             slot.settle(_absent(worker_id), for_now=True)
-        return peer
+        return None if was_absent else slot.peer
 
     @property
     def absent(self) -> list[int]:
@@ -232,6 +237,7 @@ class WeightSlots:
             slot.settle(
                 CollectorStateError("the collector was shut down before these weights were sent")
             )
+            slot.state = SendState.VACANT
         self._slots.clear()
 
     # What the sender asks, and what comes of it.
@@ -248,27 +254,18 @@ class WeightSlots:
         for slot in receivers:
             slot.state = SendState.SENDING
         assert first.newest is not None
-        peers = {slot.worker_id: slot.peer for slot in receivers if slot.peer is not None}
-        return PlannedPush(first.newest, peers)
+        return PlannedPush(first.newest, {slot.worker_id: slot for slot in receivers})
 
-    def all_have(self, publication: Publication, worker_ids: Iterable[int]) -> bool:
+    def all_have(self, publication: Publication, slots: Iterable[WeightSlot]) -> bool:
         """Return True if these workers have exactly this version, as far as is known."""
-        slots = [self._slots.get(worker_id) for worker_id in worker_ids]
-        return (
-            all(
-                # After a failure a worker may have another version than it acknowledged.
-                slot is not None and slot.held == publication.order and not slot.alone
-                for slot in slots
-            )
-            and publication.generation == self._generation
+        # After a failure a worker may have another version than it acknowledged.
+        return publication.generation == self._generation and all(
+            slot.held == publication.order and not slot.alone for slot in slots
         )
 
-    def acknowledge(
-        self, worker_id: int, peer: int, publication: Publication
-    ) -> list[PushHandle] | None:
+    def acknowledge(self, slot: WeightSlot, publication: Publication) -> list[PushHandle] | None:
         """A receiver has a version; the handles to settle. None: it no longer counts."""
-        slot = self._sending(worker_id, peer)
-        if slot is None:
+        if slot.state is not SendState.SENDING:
             return None
         if publication.generation != self._generation:
             self._wait(slot)
@@ -286,20 +283,19 @@ class WeightSlots:
         return done
 
     def fail(
-        self, worker_id: int, peer: int, publication: Publication, error: BaseException
+        self, slot: WeightSlot, publication: Publication, error: BaseException
     ) -> DistCollectError | None:
         """A push to a receiver failed; it is tried again up to three times.
 
         Returns:
             The error, if the worker is left out of the version.
         """
-        slot = self._sending(worker_id, peer)
-        if slot is None:
+        if slot.state is not SendState.SENDING:
             return None
         if isinstance(error, WorkerLost):
             # It will not answer: nothing more is sent to it.
             slot.state = SendState.LATE
-            slot.late_error = WorkerLost("can't be reached", worker_id=worker_id)
+            slot.late_error = WorkerLost("can't be reached", worker_id=slot.worker_id)
             return slot.late_error
         slot.alone = True
         is_newest = slot.newest is publication
@@ -308,18 +304,17 @@ class WeightSlots:
             self._wait(slot)
             return None
         if not isinstance(error, DistCollectError):
-            error = WorkerError(f"received no weights: {error!r}", worker_id=worker_id)
+            error = WorkerError(f"received no weights: {error!r}", worker_id=slot.worker_id)
         slot.state = SendState.IDLE
         slot.settle(error)
         return error
 
-    def late(self, worker_id: int, peer: int, error: DistCollectError, *, alone: bool) -> bool:
+    def late(self, slot: WeightSlot, error: DistCollectError, *, alone: bool) -> bool:
         """A receiver owes an answer, and is sent nothing until :meth:`answered`.
 
         ``alone``: its next push goes to no other worker. Returns False if this no longer counts.
         """
-        slot = self._sending(worker_id, peer)
-        if slot is None:
+        if slot.state is not SendState.SENDING:
             return False
         slot.state = SendState.LATE
         slot.alone |= alone
@@ -327,31 +322,20 @@ class WeightSlots:
         slot.settle(error, for_now=True)
         return True
 
-    def answered(self, worker_id: int, peer: int) -> None:
+    def answered(self, slot: WeightSlot) -> None:
         """A late receiver has given the answer that it owed: it waits for its newest version."""
-        slot = self._find(worker_id, peer)
-        if slot is not None and slot.state is SendState.LATE:
-            slot.late_error = None
+        if slot.state is SendState.LATE:
             self._wait(slot)
 
-    def send_again(self, receivers: Mapping[int, int]) -> None:
+    def send_again(self, slots: Iterable[WeightSlot]) -> None:
         """The receivers that are still SENDING, as the push ended without a result, wait again."""
-        for worker_id, peer in receivers.items():
-            slot = self._sending(worker_id, peer)
-            if slot is not None:
+        for slot in slots:
+            if slot.state is SendState.SENDING:
                 self._wait(slot)
 
     def _wait(self, slot: WeightSlot) -> None:
         slot.state = SendState.WAITING
         slot.turn = next(self._turns)
-
-    def _find(self, worker_id: int, peer: int) -> WeightSlot | None:
-        slot = self._slots.get(worker_id)
-        return slot if slot is not None and slot.peer == peer else None
-
-    def _sending(self, worker_id: int, peer: int) -> WeightSlot | None:
-        slot = self._find(worker_id, peer)
-        return slot if slot is not None and slot.state is SendState.SENDING else None
 
     def _drop_old_snapshots(self) -> None:
         """Keep a bounded number; a slot whose version is dropped gets the next newer one."""

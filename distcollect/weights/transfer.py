@@ -65,7 +65,7 @@ class Transfer:
             if self._is_broken_off:
                 return
             self._is_broken_off = True
-            for worker_id, peer in self.push.receivers.items():
+            for worker_id, peer in self.push.peers.items():
                 self._updater.forget(peer)
                 # The member that was to pass the payload on to this one may be gone.
                 if not self.answers[worker_id].done():
@@ -84,7 +84,7 @@ class Transfer:
         # It may merely take long to receive.
         signs = {
             worker_id: self._transport.call(
-                self.push.receivers[worker_id], WorkerService.prepare_to_receive
+                self.push.peers[worker_id], WorkerService.prepare_to_receive
             )
             for worker_id in slow
         }
@@ -111,7 +111,7 @@ class Transfer:
         while not self.is_sent.wait(self._patience_s):
             pings = {
                 worker_id: self._transport.ping(peer)
-                for worker_id, peer in self.push.receivers.items()
+                for worker_id, peer in self.push.peers.items()
                 if not self.answers[worker_id].done()
             }
             silent = missing(pings, self._patience_s)
