@@ -110,9 +110,8 @@ class PettingZooEnv(gym.Env[Tree, Tree]):
                 for group, size in sizes.items()
             }
         )
-        # The flags of agents whose part is over.
-        self._terminated: dict[str, bool] = {}
-        self._truncated: dict[str, bool] = {}
+        # Of agents whose part is over: whether they were terminated, and truncated.
+        self._ends: dict[str, tuple[bool, bool]] = {}
 
     def _space_in(self, group: str, role: str, space_of: Any) -> Space:
         """Return the space that the agents of a group share; SpaceError if they don't."""
@@ -138,7 +137,7 @@ class PettingZooEnv(gym.Env[Tree, Tree]):
     ) -> tuple[Tree, Tree]:
         """Begin an episode; see :class:`gymnasium.Env`."""
         observations, infos = self.env.reset(seed=seed, options=options)
-        self._terminated, self._truncated = {}, {}
+        self._ends = {}
         return self._observation(observations), dict(infos)
 
     def step(self, action: Tree) -> tuple[Tree, float, bool, bool, Tree]:
@@ -155,14 +154,13 @@ class PettingZooEnv(gym.Env[Tree, Tree]):
         observations, rewards, terminations, truncations, infos = self.env.step(actions)
         for agent, terminated in terminations.items():
             if terminated or truncations[agent]:
-                self._terminated[agent] = bool(terminated)
-                self._truncated[agent] = bool(truncations[agent])
+                self._ends[agent] = bool(terminated), bool(truncations[agent])
         outcomes = {
             group: {"reward": np.array([[rewards.get(agent, 0)] for agent in members], np.float32)}
             for group, members in self.groups.items()
         }
         over = not self.env.agents
-        terminated = over and all(self._terminated.values())
+        terminated = over and all(terminated for terminated, _ in self._ends.values())
         return (
             self._observation(observations),
             float(sum(rewards.values())),
@@ -187,12 +185,13 @@ class PettingZooEnv(gym.Env[Tree, Tree]):
                             f"{list(np.shape(value))}, its space says {list(part.shape[1:])}"
                         )
                     part[index] = value
+            flags = np.array([self._ends.get(agent, (False, False)) for agent in members])
             tree[group] = {
                 **_entries(unflatten(space, iter(parts))),
                 "mask": np.array([agent in present for agent in members]),
-                "done": np.array([[agent in self._terminated] for agent in members]),
-                "terminated": np.array([[self._terminated.get(agent, False)] for agent in members]),
-                "truncated": np.array([[self._truncated.get(agent, False)] for agent in members]),
+                "done": flags.any(1, keepdims=True),
+                "terminated": flags[:, :1],
+                "truncated": flags[:, 1:],
             }
         return tree
 

@@ -112,16 +112,8 @@ class AsyncPoolBatch(EnvPoolBatch):
             Faulted: EnvPool raised.
         """
         with self._faults_of("step"):
-            pool: Any = self._env
-            ids = rows.astype(np.int32)
-            if self._native_dtype is None:
-                inputs = pool._from(self._action_for_env(action), ids)
-            else:
-                inputs = [ids, ids, ids]
-                key, _ = self._action_parts[0][:2]
-                # A copy, as the engine reuses the memory.
-                inputs[self._action_at] = action[key].astype(self._native_dtype, "C")
-            self._put_to_work(rows, pool._send, inputs)
+            inputs = self._native_inputs(action, rows.astype(np.int32))
+            self._put_to_work(rows, self._pool._send, inputs)
 
     def reset_rows(self, rows: np.ndarray) -> None:
         """Reset ``rows``, none of which is at work.

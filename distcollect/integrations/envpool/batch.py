@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from distcollect.envs.base import AnyVectorEnv, Faulted, InfoKeys, KeyPath, Step
+from distcollect.envs.base import AnyVectorEnv, Faulted, InfoKeys, Step
 from distcollect.envs.coercion import write
 from distcollect.envs.vector import VectorBatch
 from distcollect.envs.vector_ids import VectorMaker
@@ -47,7 +49,9 @@ class EnvPoolBatch(VectorBatch):
                 needed.
         """
         check_envpool_parts(type(env))
-        _check_players(env)
+        pool: Any = env
+        if pool.config["max_num_players"] > 1:
+            raise ArgumentError(f"{pool}: an env with several players can't be collected from")
         super().__init__(env, info_keys, maker)
         self._find_places(env)
 
@@ -59,7 +63,7 @@ class EnvPoolBatch(VectorBatch):
         # EnvPool arranges the numbers of the arrays as it would arrange the arrays.
         observed, infos = pool._to([*range(len(keys))], reset=True, return_info=True)
         self._carried_at = [
-            (leaf, self.obs[leaf.key], self.final[leaf.key], _at(tree, path))
+            (leaf, self.obs[leaf.key], self.final[leaf.key], reduce(getitem, path, tree))
             for tree, paths in ((observed, self._obs_paths), (infos, self._info_paths))
             for leaf, path in paths
         ]
@@ -101,10 +105,12 @@ class EnvPoolBatch(VectorBatch):
         # Rows are given only after the env raised, and then they are all rows.
         self._num_steps += rows is None
         result = self._result
+        # Where an exception in between left them: EnvPool would return them in this step.
+        self.finish_resets()
+        late_error, self._late_error = self._late_error, None
+        if late_error is not None:
+            raise self._faulted_by(late_error, "reset") from late_error
         try:
-            # Where an exception in between left them: EnvPool would return them in this step.
-            self.finish_resets()
-            self._raise_late_error()
             ended = self._step_pool(action, cut)
         except Exception as error:
             raise self._faulted_by(error, "step") from error
@@ -120,18 +126,23 @@ class EnvPoolBatch(VectorBatch):
         self._add_fault(0, self._as_env_error(error, call), stepped=False)
         return self._faulted()
 
+    def _native_inputs(self, action: Arrays, ids: np.ndarray) -> Any:
+        """Return EnvPool's own arguments for the actions of the rows ``ids``.
+
+        The actions are copies, as the engine reuses the memory.
+        """
+        if self._native_dtype is None:
+            pool: Any = self._env
+            return pool._from(self._action_for_env(action), ids)
+        inputs = [ids, ids, ids]
+        inputs[self._action_at] = action[self._action_parts[0][0]].astype(self._native_dtype, "C")
+        return inputs
+
     def _step_pool(self, action: Arrays, cut: np.ndarray | None) -> np.ndarray:
         """Step all rows, and reset those whose episode ended; returns these rows."""
         pool: Any = self._env
         reward, terminated, truncated, _, _ = self._result
-        if self._native_dtype is None:
-            pool.send(self._action_for_env(action))
-        else:
-            inputs = [self._ids, self._ids, self._ids]
-            key, _ = self._action_parts[0][:2]
-            # A copy, as the engine reuses the memory.
-            inputs[self._action_at] = action[key].astype(self._native_dtype, "C")
-            pool._send(inputs)
+        pool._send(self._native_inputs(action, self._ids))
         state = pool._recv()
         done, over_limit = state[self._done_at], state[self._trunc_at]
         over = done | over_limit
@@ -173,19 +184,3 @@ class EnvPoolBatch(VectorBatch):
                 obs[ended] = some
         except Exception as error:  # noqa: BLE001 - the next step raises it
             self._late_error = self._as_env_error(error, "reset")
-
-    def _raise_late_error(self) -> None:
-        error, self._late_error = self._late_error, None
-        if error is not None:
-            raise error
-
-
-def _check_players(pool: Any) -> None:
-    if pool.config["max_num_players"] > 1:
-        raise ArgumentError(f"{pool}: an env with several players can't be collected from")
-
-
-def _at(tree: Any, path: KeyPath) -> int:
-    for name in path:
-        tree = tree[name]
-    return int(tree)
