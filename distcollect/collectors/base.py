@@ -23,7 +23,7 @@ from distcollect.collectors.background import Background
 from distcollect.collectors.finalizer import Finalizer
 from distcollect.collectors.flow import Backend, Flow, Hooks
 from distcollect.collectors.options import CollectorOptions
-from distcollect.collectors.replay import RateLimited, ReplayBuffer, check_can_hold
+from distcollect.collectors.replay import RateLimited, ReplayBuffer
 from distcollect.collectors.unpublished import PATIENCE_IN_BACKGROUND
 from distcollect.common import checks, signals, tensor_cache
 from distcollect.common.forks import Owner
@@ -148,7 +148,7 @@ class DataCollectorBase(ABC):
         self._flow = Flow(options, self._backend, self._stats_recorder, begin)
         self._note_no_ctrl_c = signals.note_ctrl_c(self)
         try:
-            check_can_hold(options.replay_buffer, self._backend.layout)
+            load("check of a buffer")(options.replay_buffer, self._backend.layout)
         except BaseException:
             self.shutdown()
             raise

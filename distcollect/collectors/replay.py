@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,12 +18,9 @@ from distcollect.errors import (
     ArgumentTypeError,
     CollectorStateError,
     DeadlineError,
-    SpaceError,
 )
-from distcollect.rollout.layout import MASK, Layout
-from distcollect.rollout.spaces import can_be_indexed
-
-_STORAGES = "torchrl.data.replay_buffers.storages"
+from distcollect.integrations import load
+from distcollect.rollout.layout import MASK
 
 
 @runtime_checkable
@@ -51,24 +47,6 @@ def check_replay_buffer(given: object) -> ReplayBuffer | None:
     )
 
 
-def check_can_hold(buffer: ReplayBuffer | None, layout: Layout) -> None:
-    """Raise SpaceError if ``buffer`` is one of TorchRL's that can't hold the frames.
-
-    TorchRL writes frames to one tensor by index, which torch can't do for some dtypes.
-    """
-    storage = _torchrl_storage(buffer)
-    tensor_storage = getattr(sys.modules.get(_STORAGES), "TensorStorage", ())
-    if not isinstance(storage, tensor_storage):
-        return
-    for leaf in layout.per_frame:
-        if not can_be_indexed(leaf.dtype):
-            raise SpaceError(
-                f"replay_buffer: its {type(storage).__name__} can't hold {leaf}, as torch can't "
-                "write that dtype by index: use TorchRL's ListStorage, or convert the entry to "
-                "another dtype in a wrapper of the env"
-            )
-
-
 def frames_for(
     batch: TensorDict,
     buffer: ReplayBuffer,
@@ -85,7 +63,7 @@ def frames_for(
             with rows (TorchRL's storages with ``ndim`` above 1), which has one row for each env.
         by_step: an entry of the buffer is one step of all envs of a worker.
     """
-    device = getattr(_torchrl_storage(buffer), "device", None)
+    device = getattr(load("storage of a buffer")(buffer), "device", None)
     if batch.device is None and isinstance(device, torch.device):
         # A TorchRL storage on a device takes frames that name it.
         batch = batch.to(device)
@@ -104,22 +82,12 @@ def frames_for(
 
 
 def num_dims(buffer: object) -> int:
-    """How many dimensions the entries of a buffer are along: ``ndim`` of TorchRL's storages."""
-    return getattr(_torchrl_storage(buffer), "ndim", 1)
-
-
-def _torchrl_storage(buffer: object) -> Any:
-    """The storage of one of TorchRL's buffers; None: it is a buffer of another kind.
-
-    A user's own may well have an attribute of this name: an array, say, which has dimensions too.
-    """
-    storage = getattr(buffer, "storage", None)
-    kind = getattr(sys.modules.get(_STORAGES), "Storage", ())
-    return storage if isinstance(storage, kind) else None
+    """Return the number of dimensions that a buffer's entries are along."""
+    return int(getattr(load("storage of a buffer")(buffer), "ndim", 1))
 
 
 class FillState(enum.Enum):
-    """Whether a collector adds frames to a buffer in the background.
+    """The part of a collector in filling a buffer in the background.
 
     Attributes:
         NOT_STARTED: none ever did.

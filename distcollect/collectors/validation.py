@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, NamedTuple, TypeGuard
 
-import gymnasium as gym
 import torch
 from torch import nn
 
@@ -161,18 +159,6 @@ def num_steps(
             f"{workers}{num_envs} env(s): {would_do}"
         )
     return steps
-
-
-def may_make_torchrl_envs(makers: Sequence[object]) -> bool:
-    """Return True if the makers are, or may make, TorchRL's envs, as only calling them shows.
-
-    Without TorchRL in this process, or for a class or env of Gymnasium, they can't.
-    """
-    return "torchrl.envs" in sys.modules and not any(
-        isinstance(maker, str | gym.Env | gym.vector.VectorEnv)
-        or (isinstance(maker, type) and issubclass(maker, gym.Env | gym.vector.VectorEnv))
-        for maker in makers
-    )
 
 
 def check_env_maker(maker: object, *, instances: bool) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 # What it is for, and the module or the name in one that does it.
 _ENTRY_POINTS = {
+    "check of a buffer": "distcollect.integrations.torchrl.storages:check_can_hold",
     "collector of ray": "distcollect.integrations.ray.collector:RayDataCollector",
     "engine of torchrl": "distcollect.integrations.torchrl.engine:TensorDictEngine",
     "envs of envpool": "distcollect.integrations.envpool.kind:KIND",
@@ -23,6 +24,8 @@ _ENTRY_POINTS = {
     "names of arguments": "distcollect.integrations.torchrl.arguments:translated",
     "names of weights": "distcollect.integrations.torchrl.weights:weights_among",
     "ray job": "distcollect.integrations.ray.job",
+    "rounding of frames": "distcollect.integrations.torchrl.arguments:may_make_torchrl_envs",
+    "storage of a buffer": "distcollect.integrations.torchrl.storages:storage_of",
     "trainers": "distcollect.integrations.torchrl.arguments:make_known_to_torchrl",
     "weight updater": "distcollect.integrations.torchrl.weights:made_updater",
 }

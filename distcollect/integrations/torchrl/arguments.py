@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from typing import Any
 
+import gymnasium as gym
 import torch
 
 from distcollect.collectors.stacklevel import users_stack_level
@@ -239,6 +240,18 @@ def _bundled(name: str, given: Any) -> Mapping[str, Any]:
             "the env makers differ, by a list of them or by their parameter 'context'"
         )
     return dict(each[0])
+
+
+def may_make_torchrl_envs(makers: Sequence[object]) -> bool:
+    """Return True if the makers are, or may make, TorchRL's envs, as only calling them shows.
+
+    Without TorchRL in this process, or for a class or env of Gymnasium, they can't.
+    """
+    return "torchrl.envs" in sys.modules and not any(
+        isinstance(maker, str | gym.Env | gym.vector.VectorEnv)
+        or (isinstance(maker, type) and issubclass(maker, gym.Env | gym.vector.VectorEnv))
+        for maker in makers
+    )
 
 
 # TorchRL's name for each class of ours that it has too.
