@@ -8,7 +8,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -33,7 +33,7 @@ Activity = Literal["train", "collect", "weights", "transfer", "assemble"]
 _Recent: TypeAlias = deque[float]  # of the last episodes
 
 _NO_FRAMES = Frames()
-_TIMES = ("busy_ns", "env_ns", "policy_ns", "swap_ns", "wait_ns", "cpu_ns")
+_NUM_TIMES = 6  # the first fields of a WorkReport
 _RECENT_EPISODES = 100
 _RECENT_FAULTS = 20
 # The recent rate is the rate since the oldest mark in this period.
@@ -78,6 +78,16 @@ class _Tally:
         self.faults_before += self.num_env_faults
         self.num_env_faults = 0
         self.incarnation = incarnation
+
+    def add(self, other: _Tally) -> None:
+        """Add the counters of another worker."""
+        self.before = _sum((self.before, other.before, other.work))
+        self.lags.update(other.lags)
+        self.num_bytes += other.num_bytes
+        self.transfer_ns += other.transfer_ns
+        self.num_restarts += other.num_restarts
+        self.faults_before += other.faults_before + other.num_env_faults
+        self.num_episodes += other.num_episodes
 
 
 class _Mark(NamedTuple):
@@ -276,55 +286,41 @@ class StatsRecorder:
                 spent[self._activity] += now - self._since
             elapsed_s = (now - (now if self._begun_at is None else self._begun_at)) / 1e9
             missing = {w: self._new_tally() for w in states if w not in self._tallies}
-            tallies = {**self._tallies, **missing}
+            tallies = dict(sorted({**self._tallies, **missing}.items()))
+            fates = ledger.workers if ledger else {}
             rates = self._rates(now)
-            frames = {worker_id: tally.lags.total() for worker_id, tally in tallies.items()}
-            lags: Counter[int] = Counter()
-            for tally in tallies.values():
-                lags.update(tally.lags)
-            works = {w: _sum((tally.before, tally.work)) for w, tally in tallies.items()}
-            workers = {}
-            for worker_id, tally in sorted(tallies.items()):
-                fate = ledger.workers.get(worker_id, _NO_FRAMES) if ledger else _NO_FRAMES
-                workers[worker_id] = WorkerStats(
+            workers = {
+                worker_id: WorkerStats(
                     state=states.get(worker_id, "lost"),
-                    frames=frames[worker_id],
-                    frames_per_s=rates.get(worker_id, 0.0),
-                    mean_frames_per_s=frames[worker_id] / elapsed_s if elapsed_s else 0.0,
-                    lag=Lags(dict(sorted(tally.lags.items()))),
-                    times=_times(works[worker_id], tally.transfer_ns),
-                    num_bytes=tally.num_bytes,
+                    frames=tally.lags.total(),
                     num_ready=ready.get(worker_id, 0),
-                    num_restarts=tally.num_restarts,
-                    num_env_faults=tally.faults_before + tally.num_env_faults,
                     num_episodes=tally.num_episodes,
-                    lost=dict(fate.lost),
-                    may_be_lost=fate.at_most,
                     metrics=_means(tally.metrics),
+                    **_figures(
+                        tally,
+                        fates.get(worker_id, _NO_FRAMES),
+                        rates.get(worker_id, 0.0),
+                        elapsed_s,
+                    ),
                 )
-            delivered = sum(frames.values())
-            transfer_ns = sum(tally.transfer_ns for tally in tallies.values())
-            num_episodes = sum(each.num_episodes for each in workers.values())
-            total = ledger.total if ledger else _NO_FRAMES
+                for worker_id, tally in tallies.items()
+            }
+            every = self._new_tally()
+            for tally in tallies.values():
+                every.add(tally)
             return replace(
                 about,
                 elapsed_s=elapsed_s,
-                delivered=delivered,
-                frames_per_s=sum(rates.values()),
-                mean_frames_per_s=delivered / elapsed_s if elapsed_s else 0.0,
-                lag=Lags(dict(sorted(lags.items()))),
-                episodes=_episodes(num_episodes, self._recent, _means(self._metrics)),
+                delivered=every.lags.total(),
+                episodes=_episodes(every.num_episodes, self._recent, _means(self._metrics)),
                 trainer=_shares(spent),
-                times=_times(_sum(works.values()), transfer_ns),
-                num_bytes=sum(each.num_bytes for each in workers.values()),
                 num_ready=sum(ready.values()),
                 mean_ready=self._ready_when_asked / max(1, self._num_asked),
-                num_restarts=sum(each.num_restarts for each in workers.values()),
-                num_env_faults=sum(each.num_env_faults for each in workers.values()),
                 env_faults=tuple(self._faults),
-                lost=dict(total.lost),
-                may_be_lost=total.at_most,
                 workers=workers,
+                **_figures(
+                    every, ledger.total if ledger else _NO_FRAMES, sum(rates.values()), elapsed_s
+                ),
             )
 
     def _rates(self, now: int) -> dict[int, float]:
@@ -343,10 +339,25 @@ class StatsRecorder:
         return {w: (count - first.frames.get(w, 0)) / span_s for w, count in last.frames.items()}
 
 
+def _figures(tally: _Tally, fate: Frames, rate: float, elapsed_s: float) -> dict[str, Any]:
+    """What is told alike of one worker and of all together; ``rate``: the recent frames/s."""
+    return {
+        "frames_per_s": rate,
+        "mean_frames_per_s": tally.lags.total() / elapsed_s if elapsed_s else 0.0,
+        "lag": Lags(dict(sorted(tally.lags.items()))),
+        "times": _times(_sum((tally.before, tally.work)), tally.transfer_ns),
+        "num_bytes": tally.num_bytes,
+        "num_restarts": tally.num_restarts,
+        "num_env_faults": tally.faults_before + tally.num_env_faults,
+        "lost": dict(fate.lost),
+        "may_be_lost": fate.at_most,
+    }
+
+
 def _sum(works: Iterable[WorkReport]) -> WorkReport:
     """The sum of their times; episodes are left out, as they belong to single rollouts."""
-    works = list(works)
-    return NO_WORK._replace(**{name: sum(getattr(w, name) for w in works) for name in _TIMES})
+    times = map(sum, zip(*(work[:_NUM_TIMES] for work in works), strict=True))
+    return WorkReport._make([*times, *NO_WORK[_NUM_TIMES:]])
 
 
 def _times(work: WorkReport, transfer_ns: int) -> WorkerTimes:
