@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -16,30 +15,8 @@ from distcollect.rollout.slab import Slab
 from distcollect.rollout.spaces import Arrays
 
 
-class _Ends(NamedTuple):
-    """The episodes that ended in one step.
-
-    Attributes:
-        step: the step.
-        rows: int64 ``[m]``, their rows.
-        terminated: bool ``[m]``.
-        truncated: bool ``[m]``.
-        final: ``{key: [m, *shape]}`` of the state leaves after the step.
-    """
-
-    step: int
-    rows: np.ndarray
-    terminated: np.ndarray
-    truncated: np.ndarray
-    final: Arrays
-
-
 class AlignedLoop(RolloutLoop):
     """Fills rollouts of envs whose rows can be reset at any time, so all rows stay aligned."""
-
-    # Where many episodes end in each step, these are written to the slab together. Until then the
-    # slab and ``trajectories`` lack them.
-    _ends: list[_Ends]
 
     def fill(  # noqa: C901, PLR0912, PLR0915 - calls would cost more than what they do
         self, slab: Slab, policy: Policy, *, fresh: bool
@@ -62,11 +39,9 @@ class AlignedLoop(RolloutLoop):
         step_timer, due, begin, middle = self.step_timer, self.step_timer.due, 0, 0
         action: Arrays = {}
         cut = None
-        self._ends = []
         for step in range(slab.num_steps):
             if interrupts.pending or (weights.pending and swaps):
                 if self.between_steps():
-                    self._write_ends(slab)
                     slab.pad(np.full(num_envs, step), current)
                     return
                 slab.policy_version[:, step:] = weights.version
@@ -108,13 +83,12 @@ class AlignedLoop(RolloutLoop):
                 if recovery.streaks:
                     recovery.episodes_ended(result.ended)
                 self._end_trajectories(slab, step, result)
-        self._write_ends(slab)
         for key, array in slab.tail.items():
             array[:] = current[key]
 
     def _end_trajectories(self, slab: Slab, step: int, result: Step) -> None:
         rows, trajectories = result.ended, self.trajectories
-        if len(rows) < MANY_ROWS and not self._ends:
+        if len(rows) < MANY_ROWS:
             for row in rows:
                 slab.terminated[row, step] = result.terminated[row]
                 slab.truncated[row, step] = result.truncated[row]
@@ -123,35 +97,16 @@ class AlignedLoop(RolloutLoop):
                 trajectories.lengths[row] = 0
         else:
             at = np.array(rows)
-            final = {key: array.take(at, 0) for key, array in self.final.items()}
-            terminated, truncated = result.terminated.take(at), result.truncated.take(at)
-            self._ends.append(_Ends(step, at, terminated, truncated, final))
-            if self.options.max_frames_per_traj is not None:
-                trajectories.lengths[at] = 0
+            slab.terminated[at, step] = result.terminated[at]
+            slab.truncated[at, step] = result.truncated[at]
+            slab.add_finals(at, step, {key: array[at] for key, array in self.final.items()})
+            slab.traj_ids[at, step + 1 :] = trajectories.new_ids(at)[:, None]
+            trajectories.lengths[at] = 0
         trajectories.reset_policy_state(rows)
         self.envs.finish_resets()
 
-    def _write_ends(self, slab: Slab) -> None:
-        """Write the episodes that ended and are not in the slab yet."""
-        if not self._ends:
-            return
-        ends, self._ends = self._ends, []
-        rows = np.concatenate([each.rows for each in ends])
-        steps = np.repeat([each.step for each in ends], [len(each.rows) for each in ends])
-        slab.terminated[rows, steps] = np.concatenate([each.terminated for each in ends])
-        slab.truncated[rows, steps] = np.concatenate([each.truncated for each in ends])
-        final = {key: np.concatenate([each.final[key] for each in ends]) for key in self.final}
-        slab.add_finals(rows, steps, final)
-        traj_ids = self.trajectories.new_ids(rows)[:, None]
-        begin = 0
-        for each in ends:
-            end = begin + len(each.rows)
-            slab.traj_ids[each.rows, each.step + 1 :] = traj_ids[begin:end]
-            begin = end
-
     def _recover(self, slab: Slab, step: int, policy: Policy, faulted: Faulted) -> None:
         """Replace the envs that raised, until every row has made its transition of this step."""
-        self._write_ends(slab)
         result, longest = faulted.result, self.options.max_frames_per_traj
         rows: Sequence[int] = range(self.envs.num_envs)
         while True:
