@@ -31,11 +31,13 @@ from distcollect.common.seeding import Stream, checked_seed, env_seed
 from distcollect.errors import ArgumentError, ArgumentTypeError, CollectorStateError
 from distcollect.integrations import load
 from distcollect.pool.publisher import Weights, WorkerIds
+from distcollect.pool.remote_calls import EnvCall
 from distcollect.results import EpisodeStats, Evaluation, LagStats, Stats
 from distcollect.telemetry.bottleneck import Bottleneck, find_bottleneck
 from distcollect.telemetry.monitor import MonitorThread
 from distcollect.telemetry.recorder import StatsRecorder
 from distcollect.transport.peer_ids import identity
+from distcollect.transport.worker_service import EvaluationRequest
 from distcollect.weights.push_handle import PushHandle
 
 log = logging.getLogger(__name__)
@@ -695,8 +697,8 @@ class DataCollectorBase(ABC):
             WorkerLost: a worker that was named is lost.
         """
         self._check_open()
-        limit_s = self._flow.limit_s(timeout_s)
-        return self._backend.call(method, args, kwargs, worker_ids, limit_s)
+        call = EnvCall(method, args, kwargs, self._flow.limit_s(timeout_s))
+        return self._backend.call(call, worker_ids)
 
     def evaluate(
         self,
@@ -735,9 +737,8 @@ class DataCollectorBase(ABC):
         checks.positive("num_episodes", num_episodes)
         seed = None if seed is None else checked_seed(seed)
         limit_s = self._flow.limit_s(timeout_s)
-        self._evaluated = self._backend.evaluate(
-            num_episodes, worker_ids, deterministic, seed, limit_s
-        )
+        request = EvaluationRequest(num_episodes, deterministic, seed, limit_s)
+        self._evaluated = self._backend.evaluate(request, worker_ids)
         return self._evaluated
 
     def _newest_evaluation(self) -> Evaluation | None:

@@ -49,14 +49,9 @@ class Finalizer:
         self._has_begun = False
         self._answer: Reply[None] = Reply()
         _open.add(self)
-        # At exit, which nobody waits for here, _close_all() does it.
-        weakref.finalize(owner, self._begin).atexit = False
-
-    def _begin(self) -> None:
-        if not self._owner.is_here:
-            return
-        # A second job finds that nothing is left to do.
-        self._thread.put(self._run)
+        # At exit, which nobody waits for here, _close_all() does it. In a forked child the thread
+        # does not run.
+        weakref.finalize(owner, self._thread.put, self._run).atexit = False
 
     def __call__(self) -> None:
         """Close, and wait until that is done; again: wait for the same.
@@ -70,8 +65,7 @@ class Finalizer:
         if self._thread.is_current:
             self._run()  # from what is being closed
             return
-        if not self._answer.done():
-            self._begin()
+        self._thread.put(self._run)  # again, there is nothing left to do
         if not arrives(self._answer, self._limit_s):
             raise DeadlineError(
                 f"what the collector started did not end within {self._limit_s:g} s; it is still "

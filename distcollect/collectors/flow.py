@@ -21,10 +21,12 @@ from distcollect.collectors.unpublished import UnpublishedChanges
 from distcollect.common import checks
 from distcollect.errors import BatchTimeout, CollectorStateError
 from distcollect.pool.publisher import WorkerIds
+from distcollect.pool.remote_calls import EnvCall
 from distcollect.results import Evaluation, LagStats, Stats
 from distcollect.rollout.header import Header
 from distcollect.rollout.layout import Layout
 from distcollect.telemetry.recorder import StatsRecorder
+from distcollect.transport.worker_service import EvaluationRequest
 
 
 class Hooks(NamedTuple):
@@ -106,25 +108,11 @@ class Backend(ABC):
         """See :meth:`.DataCollectorBase.set_seed`."""
 
     @abstractmethod
-    def call(
-        self,
-        method: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        worker_ids: WorkerIds,
-        timeout_s: float,
-    ) -> dict[int, list[Any]]:
+    def call(self, call: EnvCall, worker_ids: WorkerIds) -> dict[int, list[Any]]:
         """See :meth:`.DataCollectorBase.call`."""
 
     @abstractmethod
-    def evaluate(
-        self,
-        num_episodes: int,
-        worker_ids: WorkerIds,
-        deterministic: bool,
-        seed: int | None,
-        timeout_s: float,
-    ) -> Evaluation:
+    def evaluate(self, request: EvaluationRequest, worker_ids: WorkerIds) -> Evaluation:
         """See :meth:`.DataCollectorBase.evaluate`."""
 
     @abstractmethod

@@ -26,6 +26,7 @@ from distcollect.errors import ArgumentError, CollectorStateError
 from distcollect.launch.cpu_placement import num_cores
 from distcollect.policy.weight_layout import is_part, module_of, published
 from distcollect.pool.publisher import Weights, WorkerIds
+from distcollect.pool.remote_calls import EnvCall
 from distcollect.results import (
     EnvFault,
     Evaluation,
@@ -40,6 +41,7 @@ from distcollect.rollout.header import Header, Rollout
 from distcollect.rollout.slabs import AnySlab, new_slab
 from distcollect.telemetry.recorder import StatsRecorder
 from distcollect.transport.peer_ids import identity
+from distcollect.transport.worker_service import EvaluationRequest
 
 
 class InProcess(Backend):
@@ -250,40 +252,26 @@ class InProcess(Backend):
             return unused
         return seed if static_seed else self.engine.next_seed
 
-    def call(
-        self,
-        method: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        worker_ids: WorkerIds,
-        timeout_s: float,
-    ) -> dict[int, list[Any]]:
+    def call(self, call: EnvCall, worker_ids: WorkerIds) -> dict[int, list[Any]]:
         checks.worker_ids(worker_ids, [0])
-        with self._paused(timeout_s):
-            return {0: self.engine.envs.call(method, args, kwargs)}
+        with self._paused(call.timeout_s):
+            return {0: self.engine.envs.call(call.method, call.args, call.kwargs)}
 
-    def evaluate(
-        self,
-        num_episodes: int,
-        worker_ids: WorkerIds,
-        deterministic: bool,
-        seed: int | None,
-        timeout_s: float,
-    ) -> Evaluation:
+    def evaluate(self, request: EvaluationRequest, worker_ids: WorkerIds) -> Evaluation:
         checks.worker_ids(worker_ids, [0])
         if self._options.has_env_instances:
             raise ArgumentError(
                 "evaluate() needs envs of its own: pass the collector a callable that makes one "
                 "instead of an env"
             )
-        with self._paused(timeout_s):
+        with self._paused(request.timeout_s):
             self.engine.weights.apply()
             return self._evaluator.evaluate(
-                num_episodes,
+                request.num_episodes,
                 version=self.engine.weights.version,
-                deterministic=deterministic,
-                seed=seed,
-                timeout_s=timeout_s,
+                deterministic=request.deterministic,
+                seed=request.seed,
+                timeout_s=request.timeout_s,
             )
 
     def _paused(self, timeout_s: float) -> AbstractContextManager[None]:

@@ -21,11 +21,12 @@ from distcollect.common.seeding import Stream, env_seed, next_seed
 from distcollect.errors import BatchTimeout, WorkerLost
 from distcollect.launch.cpu_placement import num_cores
 from distcollect.policy.weight_layout import published
+from distcollect.pool.background_evaluation import Evaluators
 from distcollect.pool.handover import HandoverReceiver, RolloutReference
 from distcollect.pool.policy_lag import count_lags
 from distcollect.pool.pool import Delivery, Pool
 from distcollect.pool.publisher import Publisher, WorkerIds
-from distcollect.pool.remote_calls import RemoteCalls, evaluators
+from distcollect.pool.remote_calls import EnvCall, RemoteCalls
 from distcollect.pool.worker_slots import BatchPlan
 from distcollect.results import Evaluation, LagStats, Stats, WorkerState
 from distcollect.rollout.assemble import assemble
@@ -34,7 +35,7 @@ from distcollect.rollout.layout import Layout
 from distcollect.roster.manager import Workers
 from distcollect.telemetry.recorder import StatsRecorder
 from distcollect.transport.peer_ids import identity
-from distcollect.transport.worker_service import WorkerInfo
+from distcollect.transport.worker_service import EvaluationRequest, WorkerInfo
 from distcollect.weights.broadcast import NoUpdater
 from distcollect.weights.push_handle import PushHandle
 from distcollect.weights.sender import WeightSender
@@ -146,7 +147,10 @@ class Session(Backend):
             own = published(options.policy, options.named_models)
             self.unpublished = UnpublishedChanges(own, probe.weights)
         self._remote_calls = RemoteCalls(self.pool, self.publisher.selected, workers.ends)
-        self.evaluators = evaluators(self.pool, options.evaluation, options.evaluating)
+        self.evaluators: Evaluators | None = None
+        if (plan := options.evaluation) is not None:
+            self.evaluators = Evaluators(self.pool, plan, options.evaluating)
+            self.pool.on_weights = self.evaluators.has_weights
         self.handover_receiver = HandoverReceiver(workers.transport)
         workers.attach(self.pool)
 
@@ -299,25 +303,11 @@ class Session(Backend):
             return seed if static_seed else next_seed(seed, num_envs)
         return env_seed(seed, self.layout.num_envs * num_slots, stream=Stream.NEXT_COLLECTOR)
 
-    def call(
-        self,
-        method: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        worker_ids: WorkerIds,
-        timeout_s: float,
-    ) -> dict[int, list[Any]]:
-        return self._remote_calls.call(method, args, kwargs, worker_ids, timeout_s)
+    def call(self, call: EnvCall, worker_ids: WorkerIds) -> dict[int, list[Any]]:
+        return self._remote_calls.call(call, worker_ids)
 
-    def evaluate(
-        self,
-        num_episodes: int,
-        worker_ids: WorkerIds,
-        deterministic: bool,
-        seed: int | None,
-        timeout_s: float,
-    ) -> Evaluation:
-        return self._remote_calls.evaluate(num_episodes, worker_ids, deterministic, seed, timeout_s)
+    def evaluate(self, request: EvaluationRequest, worker_ids: WorkerIds) -> Evaluation:
+        return self._remote_calls.evaluate(request, worker_ids)
 
     def resume(self, version: int, first_traj_id: int, frames: int) -> None:
         timeout_s = self._options.fault_limits.batch_timeout_s

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from concurrent.futures import Future
 
+from distcollect.config import EvaluationWorkers
 from distcollect.errors import WorkerLost
+from distcollect.pool.pool import Pool
 from distcollect.results import Evaluation
+from distcollect.transport.worker_service import EvaluationRequest, WorkerService
 
 log = logging.getLogger(__name__)
 
@@ -20,12 +23,13 @@ class Evaluators:
         results: of all evaluations, in the order of their end.
     """
 
-    def __init__(
-        self, evaluate: Callable[[int], Future[Evaluation]], worker_ids: Collection[int]
-    ) -> None:
-        """Have these workers evaluate; ``evaluate(worker_id)`` calls one."""
+    def __init__(self, pool: Pool, plan: EvaluationWorkers, worker_ids: Collection[int]) -> None:
+        """Have these workers of ``pool`` evaluate as ``plan`` says."""
         self.results: list[Evaluation] = []
-        self._evaluate = evaluate
+        self._pool = pool
+        self._request = EvaluationRequest(
+            plan.num_episodes, plan.deterministic, None, plan.timeout_s
+        )
         self._worker_ids = worker_ids
         self._lock = threading.Lock()
         self._newest: dict[int, int] = {}  # worker_id to the version that it has
@@ -41,7 +45,8 @@ class Evaluators:
                 return
             self._busy[worker_id] = version
         # Not under the lock: this takes the pool's lock.
-        self._evaluate(worker_id).add_done_callback(lambda answer: self._done(worker_id, answer))
+        answer = self._pool.call(worker_id, WorkerService.evaluate, self._request)
+        answer.add_done_callback(lambda answer: self._done(worker_id, answer))
 
     def _done(self, worker_id: int, answer: Future[Evaluation]) -> None:
         with self._lock:
