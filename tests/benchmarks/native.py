@@ -3,7 +3,7 @@
 The bare loop calls the policy and steps the env, and writes observation, action, log-probability,
 reward, terminated and truncated into preallocated arrays. An env that resets a row in the step
 after its end makes filler steps. The bare loop leaves them in, and each of them counts as one of
-its frames, but not in "real_ratio"; the collector delivers none.
+its frames; the collector delivers none.
 """
 
 from __future__ import annotations
@@ -60,17 +60,15 @@ NATIVE = {
 
 
 def run_beside_loop(seconds: float, *, name: str) -> Values:
-    """Frames/s of SyncDataCollector over the bare loop's, by wall time and by CPU time."""
+    """Frames/s of SyncDataCollector over the bare loop's."""
     torch.set_num_threads(1)
     native = NATIVE[name]
     policy = native.make_policy()
     num_frames = native.num_envs * native.num_steps
     bare = VectorLoop(native.make_env(), policy, native.num_steps)
     with _collector(dc.SyncDataCollector, native.make_env(), policy, num_frames) as ours:
-        wall, pairs = ratio_of_pairs(bare.next, ours.next, seconds / 2, time.perf_counter)
-        cpu, _ = ratio_of_pairs(bare.next, ours.next, seconds / 2, time.process_time)
-    real = wall / bare.share_of_real
-    return {"speed_ratio": wall, "cpu_ratio": cpu, "real_ratio": real, "pairs": pairs}
+        ratio, pairs = ratio_of_pairs(bare.next, ours.next, seconds, time.perf_counter)
+    return {"speed_ratio": ratio, "pairs": pairs}
 
 
 def _collector(kind: Any, make_env: Any, policy: nn.Module, num_frames: int) -> Any:

@@ -82,18 +82,10 @@ class _Simulation:
             peer, request, answer = self._open.get()
             if peer < 0:
                 return
-            worker = self.workers.get(peer)
-            if worker is None:
-                continue  # it was replaced
-            offer = self._rollout(peer, worker, request)
+            offer = self._rollout(peer, self.workers[peer], request)
             begin = time.thread_time()
             answer.set_result(offer)
             self._answering_s += time.thread_time() - begin
-
-    def forget(self, peer: int) -> None:
-        """A worker is replaced; it answers nothing more."""
-        self._num_rollouts.pop(peer, None)
-        del self.workers[peer]
 
     def _rollout(self, peer: int, worker: tuple[int, int], request: CollectRequest) -> _Offer:
         sequence = self._num_rollouts.get(peer, 0)
@@ -169,15 +161,11 @@ class _Run:
             staleness=staleness,
         )
         self._peers = itertools.count(1)
-        self._peer_of: dict[int, int] = {}  # by worker_id
         for worker_id in range(num_workers):
             self.join(worker_id, 0)
 
     def join(self, worker_id: int, incarnation: int) -> None:
         peer = next(self._peers)
-        if worker_id in self._peer_of:
-            self.simulation.forget(self._peer_of[worker_id])
-        self._peer_of[worker_id] = peer
         self.simulation.workers[peer] = worker_id, incarnation
         self.pool.join(worker_id, incarnation, peer)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from benchmarks.items import Values
 from benchmarks.peers import make_torchrl
+from benchmarks.windows import children
 from benchmarks.workloads import WORKLOADS, SleepingEnv
 from distcollect import MultiSyncDataCollector, RPCDataCollector
 from distcollect.launch.zygote import ZYGOTE
@@ -91,11 +92,7 @@ def run_memory(_seconds: float, *, use: str) -> Values:
 
 
 def _descendants(pid: int) -> list[int]:
-    found: list[int] = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in (task / "children").read_text().split():
-            found += [int(child), *_descendants(int(child))]
-    return found
+    return [each for child in children(pid) for each in (child, *_descendants(child))]
 
 
 def _pss_bytes(pid: int) -> int:

@@ -28,6 +28,14 @@ class Store:
         self.terminated = np.zeros(shape, bool)
         self.truncated = np.zeros(shape, bool)
 
+    def put(self, step: int, observation: Any, chosen: tuple[Any, Any]) -> np.ndarray:
+        """Store what comes before a step; returns the action."""
+        action, written = chosen
+        self.observation[step] = observation
+        self.action[step] = action = action.numpy()
+        self.log_prob[step] = written["action_log_prob"].numpy()
+        return action
+
 
 class VectorLoop:
     """Calls the policy and steps a vector env, and stores the frames as they come.
@@ -46,21 +54,12 @@ class VectorLoop:
         env, policy, store, observation = self._env, self._policy, self._store, self._observation
         with torch.inference_mode():
             for step in range(store.num_steps):
-                action, written = policy(torch.from_numpy(observation))
-                store.observation[step] = observation
-                store.action[step] = chosen = action.numpy()
-                store.log_prob[step] = written["action_log_prob"].numpy()
+                chosen = store.put(step, observation, policy(torch.from_numpy(observation)))
                 observation, reward, terminated, truncated, _ = env.step(chosen)
                 store.reward[step] = reward
                 store.terminated[step] = terminated
                 store.truncated[step] = truncated
         self._observation = observation
-
-    @property
-    def share_of_real(self) -> float:
-        """The share of the last frames that are no filler steps, of an env that makes these."""
-        ended = self._store.terminated[:-1] | self._store.truncated[:-1]
-        return 1 - np.count_nonzero(ended) / self._store.reward.size
 
 
 class AsyncPoolLoop:
@@ -83,12 +82,9 @@ class AsyncPoolLoop:
         with torch.inference_mode():
             for step in range(store.num_steps):
                 observation, reward, terminated, truncated, info = env.recv()
-                action, written = policy(torch.from_numpy(observation))
                 self._rows[step] = rows = info["env_id"]
                 num_frames += int(np.count_nonzero(info["elapsed_step"]))
-                store.observation[step] = observation
-                store.action[step] = chosen = action.numpy()
-                store.log_prob[step] = written["action_log_prob"].numpy()
+                chosen = store.put(step, observation, policy(torch.from_numpy(observation)))
                 store.reward[step] = reward
                 store.terminated[step] = terminated
                 store.truncated[step] = truncated

@@ -63,16 +63,17 @@ def frames_per_s(
 
 def cpu_s() -> float:
     """CPU time of this process and of all children that run, in seconds."""
-    return time.process_time() + sum(map(_cpu_of, _children("self")))
+    return time.process_time() + sum(map(_cpu_of, children("self")))
 
 
 def _cpu_of(pid: int) -> float:
     # In ns, while /proc/PID/stat counts hundredths of a second.
     tasks = Path(f"/proc/{pid}/task").glob("*/schedstat")
     own_s = sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
-    return own_s + sum(map(_cpu_of, _children(str(pid))))
+    return own_s + sum(map(_cpu_of, children(pid)))
 
 
-def _children(pid: str) -> list[int]:
+def children(pid: object) -> list[int]:
+    """The ids of the processes that a process has started, and that run."""
     lists = Path(f"/proc/{pid}/task").glob("*/children")
     return [int(child) for child in itertools.chain(*(each.read_text().split() for each in lists))]
