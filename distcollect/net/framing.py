@@ -36,13 +36,12 @@ def configure_socket(sock: socket.socket) -> None:
     # A host that vanishes closes nothing; the kernel's probes find that in about 10 s.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
-        ("TCP_KEEPIDLE", 4),
-        ("TCP_KEEPINTVL", 2),
-        ("TCP_KEEPCNT", 3),
-        ("TCP_USER_TIMEOUT", 10_000),  # in ms: the same while sent data is not acknowledged
+        (socket.TCP_KEEPIDLE, 4),
+        (socket.TCP_KEEPINTVL, 2),
+        (socket.TCP_KEEPCNT, 3),
+        (socket.TCP_USER_TIMEOUT, 10_000),  # in ms: the same while sent data is not acknowledged
     ):
-        if hasattr(socket, option):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def pack(frame: Frame) -> bytes:

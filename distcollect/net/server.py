@@ -225,7 +225,7 @@ class JoinServer:
             if connection.state is State.ADMITTED:
                 self._note(f"cut off: nothing was taken for {SEND_TIMEOUT_S:g} s", where)
             elif connection.state is not State.REFUSED:
-                self._note(f"closed: no proof within {HANDSHAKE_TIMEOUT_S:g} s", where)
+                self._note(f"closed: no handshake within {HANDSHAKE_TIMEOUT_S:g} s", where)
             self._drop(connection)
         if self._period_ends <= now:
             for kind, count in self._notices.items():

@@ -47,6 +47,8 @@ _MAX_NUMBER = 2**15 - 1
 _MAX_REMOVED = 64
 # The number of every process in its own agent. Torch refuses a second one in the same process.
 _OWN_NUMBER = 0
+# Torch looks in an agent's store for the address of a process with this name.
+_NAME, _ADDRESS_KEY = "member{}", "addrs/member{}"
 _LEAVE_TIMEOUT_S = 2.0
 # What torch.add takes in a call that only shows whether there is an answer.
 PING = (torch.zeros(()), torch.zeros(()))
@@ -127,7 +129,7 @@ class RpcAgents:
                 "in another process"
             ) from error
         self._start_agent()
-        self.endpoint: str = self._store.get(_address_key(_OWN_NUMBER)).decode()
+        self.endpoint: str = self._store.get(_ADDRESS_KEY.format(_OWN_NUMBER)).decode()
 
     def keep(self) -> None:
         """Never destroy the agents in this process, a forked child of the one that started them."""
@@ -144,7 +146,7 @@ class RpcAgents:
             _transports=_TRANSPORTS,
             _channels=CHANNELS,
         )
-        name = _name(_OWN_NUMBER)
+        name = _NAME.format(_OWN_NUMBER)
         with _listening_on(interface_of(self.address)):
             agent = rpc.TensorPipeAgent(self._store, name, _OWN_NUMBER, None, options, {}, [])
             if self._agent is not None:
@@ -184,8 +186,8 @@ class RpcAgents:
     def _enroll(self, peer: AgentPeer) -> None:
         self._num_enrolled += 1
         number = _OWN_NUMBER + self._num_enrolled
-        self._store.set(_address_key(number), peer.address.endpoint)
-        peer.info = rpc.WorkerInfo(_name(number), number)
+        self._store.set(_ADDRESS_KEY.format(number), peer.address.endpoint)
+        peer.info = rpc.WorkerInfo(_NAME.format(number), number)
         self._agent._update_group_membership(peer.info, [], {}, True)
 
     def remove(self, peer: AgentPeer, *, has_ended: bool = True) -> None:
@@ -326,14 +328,6 @@ def _within(timeout_s: float, function: Callable[..., Any], *args: Any) -> bool:
         return True
     thread.join(timeout_s)
     return not thread.is_alive()
-
-
-def _name(number: int) -> str:
-    return f"member{number}"
-
-
-def _address_key(number: int) -> str:
-    return f"addrs/{_name(number)}"
 
 
 def missing_symbols() -> list[str]:

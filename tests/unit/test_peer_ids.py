@@ -32,18 +32,12 @@ def test_a_large_run_with_many_lives_never_repeats_an_id() -> None:
     """10,000 slots, of which each is replaced 100 times, in each of 100 lives."""
     num_processes = NUM_SLOTS * (1 + NUM_REPLACEMENTS)
     state = 0
-    for life in range(NUM_LIVES):
+    for _ in range(NUM_LIVES):
         identity = resumed(state, 0, 1)
-        first, last = identity.new_peer(), 0
-        if life in (0, NUM_LIVES - 1):
-            last = first
-            for _ in range(num_processes - 1):
-                peer = identity.new_peer()
-                assert peer > last
-                last = peer
-        else:  # each life is the same, and a million calls take time
-            identity.next_peer = last = first + num_processes - 1
-            identity.next_peer += 1
+        first = identity.new_peer()
+        assert [identity.new_peer() for _ in range(9)] == list(range(first + 1, first + 10))
+        identity.next_peer = first + num_processes - 1  # a million calls take time
+        last = identity.new_peer()
         assert block(identity, first).start >= state  # above all ids of earlier lives
         state = identity.next_traj_id
         assert block(identity, last).stop <= state <= 2**63
