@@ -22,7 +22,7 @@ from distcollect.envs.base import (
 from distcollect.envs.coercion import MisfitError, flag, number, write
 from distcollect.envs.info import space_of_info
 from distcollect.errors import EnvError, SpaceError
-from distcollect.rollout.spaces import Arrays, leaves_of, unflatten
+from distcollect.rollout.spaces import Arrays, Entries, leaves_of, unflatten
 
 _FALSE = np.False_
 
@@ -52,7 +52,9 @@ class SingleEnvBatch(EnvBatch):
             yield first.step(first.action_space.sample())[4]
 
         info_space = space_of_info(info_keys, first.observation_space, examples, name_of(first))
-        outcome_space = getattr(first.unwrapped, "outcome_space", spaces.Dict())
+        outcome_space = getattr(first.unwrapped, "outcome_space", None)
+        if not isinstance(outcome_space, Entries):  # an attribute of the user's, or none
+            outcome_space = Entries()
         outcome_leaves = leaves_of(outcome_space, "observation")
         super().__init__(len(envs), envs, makers, info_space, outcome_leaves)
         for row, env in enumerate(envs):

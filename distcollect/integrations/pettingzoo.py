@@ -104,7 +104,7 @@ class PettingZooEnv(gym.Env[Tree, Tree]):
                 for group, size in sizes.items()
             }
         )
-        self.outcome_space = spaces.Dict(
+        self.outcome_space = Entries(
             {
                 group: spaces.Dict({"reward": spaces.Box(-np.inf, np.inf, (size, 1), np.float32)})
                 for group, size in sizes.items()

@@ -82,6 +82,10 @@ def _has_rows(rng: PerEnvRng, drawn: Tensor) -> bool:
     return num_rows > 0 and num_rows % rng.num_envs == 0
 
 
+def _can_fill(rng: PerEnvRng, given: Tensor) -> bool:
+    return _has_rows(rng, given) and given.is_floating_point()
+
+
 def _redraw_each(
     rng: PerEnvRng, drawn: Tensor, op: Any, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> None:
@@ -105,7 +109,7 @@ def _redraw_each(
 
 
 def _uniform_(rng: PerEnvRng, given: Tensor, low: float = 0.0, high: float = 1.0) -> Tensor | None:
-    if not _has_rows(rng, given) or not given.is_floating_point() or low > high:
+    if not _can_fill(rng, given) or low > high:
         return None
     # No more bits than the dtype has: with more, numbers close to 1 would be rounded to 1.
     digits = 1 - round(math.log2(torch.finfo(given.dtype).eps))
@@ -117,7 +121,7 @@ def _uniform_(rng: PerEnvRng, given: Tensor, low: float = 0.0, high: float = 1.0
 
 
 def _normal_(rng: PerEnvRng, given: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor | None:
-    if not _has_rows(rng, given) or not given.is_floating_point() or not std >= 0:
+    if not _can_fill(rng, given) or not std >= 0:
         return None
     given.copy_(torch.from_numpy(rng.normal(given.shape)))
     if (mean, std) != (0, 1):
@@ -126,7 +130,7 @@ def _normal_(rng: PerEnvRng, given: Tensor, mean: float = 0.0, std: float = 1.0)
 
 
 def _exponential_(rng: PerEnvRng, given: Tensor, rate: float = 1.0) -> Tensor | None:
-    if not _has_rows(rng, given) or not given.is_floating_point() or not rate > 0:
+    if not _can_fill(rng, given) or not rate > 0:
         return None
     return given.copy_(torch.from_numpy(-np.log(rng.uniform(given.shape)) / rate))
 

@@ -47,7 +47,7 @@ class Leaf:
 
 
 class Entries(spaces.Dict):
-    """A Dict space of actions whose entries are at the top level of a batch."""
+    """A Dict space of actions, or of outcomes, whose entries are at the top level of a batch."""
 
 
 def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:

@@ -184,6 +184,15 @@ def test_instances_are_not_called() -> None:
             assert batch.num_envs == 1
 
 
+def test_an_attribute_of_the_users_env_is_not_taken_for_its_outcomes() -> None:
+    env = CountingEnv()
+    env.outcome_space = spaces.Dict({"won": spaces.Discrete(2)})  # type: ignore[attr-defined]
+    with batch_of(env, 1) as batch:
+        batch.reset()
+        batch.step(sample(batch))
+        assert not batch.outcomes
+
+
 def test_context_is_given_to_makers_that_ask() -> None:
     seen = []
 
