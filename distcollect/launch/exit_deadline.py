@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import faulthandler
 import os
+import struct
 import sys
 import time
 from collections.abc import Iterator
@@ -28,28 +29,10 @@ _SIGEV_THREAD = 2
 _STDERR = 2
 
 
-class _SigEvent(ctypes.Structure):
-    """``struct sigevent`` of 64-bit Linux: call ``function(value)`` on a new thread."""
-
-    _fields_ = (
-        ("value", ctypes.c_void_p),
-        ("signal", ctypes.c_int),
-        ("notify", ctypes.c_int),
-        ("function", ctypes.c_void_p),
-        ("attributes", ctypes.c_void_p),
-        ("unused", ctypes.c_char * 32),
-    )
-
-
-class _TimerSpec(ctypes.Structure):
-    """``struct itimerspec``."""
-
-    _fields_ = (
-        ("interval_s", ctypes.c_long),
-        ("interval_ns", ctypes.c_long),
-        ("value_s", ctypes.c_long),
-        ("value_ns", ctypes.c_long),
-    )
+# Of 64-bit Linux: value, signal, notify, function and its attributes.
+_SIGEVENT = struct.Struct("PiiPP32x")
+# Interval and value, each in seconds and nanoseconds.
+_ITIMERSPEC = struct.Struct("llll")
 
 
 class ExitDeadline:
@@ -69,7 +52,7 @@ class ExitDeadline:
         self.waits_for("this process")
         self._call_later(timeout_s, "warnx", self._message)
         faulthandler.dump_traceback_later(timeout_s + _STACKS_AFTER_S, file=_STDERR)
-        self._call_later(timeout_s + _EXIT_AFTER_S, "_exit", exit_code)
+        self._call_later(timeout_s + _EXIT_AFTER_S, "_exit", exit_code & 0xFF)
 
     def waits_for(self, what: str) -> None:
         """Note what is to end now."""
@@ -88,12 +71,12 @@ class ExitDeadline:
 
     def _call_later(self, delay_s: float, function: str, value: int) -> None:
         address = ctypes.cast(getattr(self._libc, function), ctypes.c_void_p).value
-        event = _SigEvent(value=value, notify=_SIGEV_THREAD, function=address)
+        event = _SIGEVENT.pack(value, 0, _SIGEV_THREAD, address, 0)
+        spec = _ITIMERSPEC.pack(0, 0, int(delay_s), int(delay_s % 1 * 1e9) + 1)
         timer = ctypes.c_void_p()
-        spec = _TimerSpec(value_s=int(delay_s), value_ns=int(delay_s % 1 * 1e9) + 1)
         failed = self._libc.timer_create(
-            time.CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(timer)
-        ) or self._libc.timer_settime(timer, 0, ctypes.byref(spec), None)
+            time.CLOCK_MONOTONIC, event, ctypes.byref(timer)
+        ) or self._libc.timer_settime(timer, 0, spec, None)
         if failed:
             code = ctypes.get_errno()
             raise OSError(code, f"no timer for the end of this process: {os.strerror(code)}")

@@ -126,7 +126,7 @@ class Workers:
     @property
     def states(self) -> dict[int, WorkerState]:
         """Return what is known of each slot's worker, by worker_id."""
-        return dict(self._status.states)
+        return dict(sorted(self._status.states.items()))
 
     @property
     def num_present(self) -> int:

@@ -157,8 +157,8 @@ class Membership:
 
     @property
     def states(self) -> dict[int, WorkerState]:
-        """Return what users see of every slot, in the order of worker_id."""
-        return {worker_id: record.state for worker_id, record in sorted(self._records.items())}
+        """Return what users see of every slot."""
+        return {worker_id: record.state for worker_id, record in self._records.items()}
 
     def state(self, worker_id: int) -> WorkerState:
         """Return what users see of one slot; LEFT if there is no such slot."""
