@@ -38,16 +38,10 @@ KIND_NAMES = [
     "serial of agents",
     "batched agents",
     "transformed agents",
-    "its own step",
     "its own start",
-    "its own reset",
-    "other shapes",
     "gym one-hot",
-    "gym fast encoding",
-    "gym other types",
     "gym info",
     "gym dict",
-    "gym own readers",
     "gym discrete",
 ]
 

@@ -56,7 +56,6 @@ __all__ = [
     "Counter",
     "GymEnv",
     "ParallelEnv",
-    "RewardScaling",
     "SerialEnv",
     "TransformedEnv",
     "policy_for",
@@ -208,33 +207,12 @@ class BatchedAgents(EnvBase):
         pass
 
 
-class _OwnStep(Counter):
-    def step(self, tensordict: Any) -> Any:
-        tensordict = super().step(tensordict)
-        tensordict["next", "reward"] = tensordict["next", "reward"] * 2
-        return tensordict
-
-
 class _OwnStart(Counter):
     """What a step begins with is not what the step before ended with."""
 
     def maybe_reset(self, tensordict: Any) -> Any:
         tensordict = super().maybe_reset(tensordict)
         return tensordict.set("observation", tensordict["observation"] + 0.5)
-
-
-class _OwnReset(Counter):
-    def reset(self, tensordict: Any = None, **kwargs: Any) -> Any:
-        tensordict = super().reset(tensordict, **kwargs)
-        return tensordict.set("observation", tensordict["observation"] + 0.5)
-
-
-class _KeepsReward(Counter):
-    """A flag without its last dimension, and a reward with one more."""
-
-    def _step(self, tensordict: Any) -> TensorDict:
-        given = super()._step(tensordict)
-        return given.update({"reward": given["reward"][..., None], "done": given["done"][..., 0]})
 
 
 class _AlwaysAlike(gym.Wrapper[Any, Any, Any, Any]):
@@ -293,26 +271,8 @@ class _Twice(gym.Wrapper[Any, Any, Any, Any]):
         return {"observation": observation, "other": 2 * observation}, *rest
 
 
-class _OwnReaders(GymWrapper):
-    def read_obs(self, observations: Any) -> Any:
-        return super().read_obs(observations + 1)
-
-    def read_reward(self, reward: Any) -> Any:
-        return super().read_reward(reward) * 3
-
-
-def _wrapped(
-    wrapper: Callable[[Any], Any], wraps: Callable[..., GymWrapper] = GymWrapper
-) -> EnvBase:
-    return wraps(wrapper(_AlwaysAlike(gym.make("CartPole-v1"))))
-
-
-def _fast_encoding() -> EnvBase:
-    env = _gym()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # "is an experimental feature"
-        env.fast_encoding()
-    return env
+def _wrapped(wrapper: Callable[[Any], Any]) -> EnvBase:
+    return GymWrapper(wrapper(_AlwaysAlike(gym.make("CartPole-v1"))))
 
 
 def _gym(**kwargs: Any) -> EnvBase:
@@ -344,18 +304,12 @@ KINDS: dict[str, Any] = {
     "serial of agents": lambda: SerialEnv(2, Agents),
     "batched agents": BatchedAgents,
     "transformed agents": lambda: TransformedEnv(BatchedAgents(), StepCounter()),
-    "its own step": partial(_OwnStep, batch_size=(5,)),
     "its own start": partial(_OwnStart, batch_size=(5,)),
-    "its own reset": partial(_OwnReset, batch_size=(5,)),
-    "other shapes": partial(_KeepsReward, batch_size=(5,)),
     "gym one-hot": _gym,
-    "gym fast encoding": _fast_encoding,
-    "gym other types": partial(_wrapped, _OtherTypes),
     "gym info": lambda: _wrapped(_OtherTypes).set_info_dict_reader(
         default_info_dict_reader(["pole"])
     ),
     "gym dict": partial(_wrapped, _Twice),
-    "gym own readers": partial(_wrapped, lambda env: env, _OwnReaders),
     "gym discrete": lambda: _gym(categorical_action_encoding=True),
 }
 

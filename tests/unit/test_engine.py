@@ -20,9 +20,9 @@ from distcollect.common.step_counter import TASK, StepCounter, Task
 from distcollect.engine import aligned_loop
 from distcollect.engine.build import build_engine
 from distcollect.engine.engine import Engine
-from distcollect.engine.interrupts import Interrupts, Stopped
+from distcollect.engine.interrupts import Stopped
 from distcollect.engine.plan import WorkerPlan
-from distcollect.errors import ArgumentError, EnvError
+from distcollect.errors import ArgumentError
 from distcollect.policy.live_weights import LiveWeights
 from distcollect.rollout.assemble import assemble
 from distcollect.rollout.header import Header, Rollout
@@ -142,13 +142,6 @@ def test_stop(kind: str) -> None:
     assert policy.calls == start + 3
 
 
-def test_stop_from_another_thread() -> None:
-    engine = engine_of(Told())
-    threading.Timer(0.1, engine.stop).start()
-    with pytest.raises(Stopped):
-        collect(engine, 10_000_000 // N // 100)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_slab_that_is_used_again_shows_nothing_of_before(kind: str) -> None:
     """Two engines in the same state, one with a new slab for each rollout."""
@@ -164,17 +157,6 @@ def test_extras_of_a_slab_that_is_used_again_for_random_frames() -> None:
     slab = Slab(engine.layout, T)
     assert (collect(engine, slab=slab)["told"] == 4).all()
     assert not collect(engine, slab=slab, random=True)["told"].any()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_trajectory_ids(kind: str) -> None:
-    engine = engine_of(kind=kind)
-    batches = [collect(engine) for _ in range(4)]
-    ids = torch.cat([b["collector", "traj_ids"] for b in batches], 1)
-    done = torch.cat([b["next", "done"] for b in batches], 1)[..., 0]
-    assert torch.equal(ids.diff(dim=1) != 0, done[:, :-1])
-    assert ids[:, 0].tolist() == [100, 101]
-    assert ids.unique().numel() == N + int(done[:, :-1].sum())
 
 
 @pytest.mark.parametrize("preempted_at", [None, 15])
@@ -199,22 +181,6 @@ def test_many_ends_of_episodes_give_the_same_frames_as_few(
     for many_rows in (1, 5):
         for one, other in zip(as_few, batches(many_rows), strict=True):
             assert (one == other).all()
-
-
-def test_phases_of_a_rollout() -> None:
-    interrupts = Interrupts()
-    interrupts.preempt()  # without a rollout it has no effect
-    interrupts.rollout_begins()
-    assert not interrupts.pending
-    interrupts.preempt()
-    assert interrupts.pending
-    assert interrupts.handle()
-    interrupts.rollout_ended()
-    assert not interrupts.pending
-    interrupts.stop()
-    interrupts.rollout_ended()  # it stays stopped
-    with pytest.raises(Stopped):
-        interrupts.handle()
 
 
 # Rows that drift apart.
@@ -276,14 +242,6 @@ def test_another_length_of_rollouts() -> None:
     row = [batch[1] for batch in (first, second)]
     assert row[1]["observation"][0, 2] > row[0]["next", "observation"][-1, 2]
     assert row[1]["collector", "traj_ids"][0] != row[0]["collector", "traj_ids"][-1]
-
-
-def test_frames_of_a_plain_env_are_counted() -> None:
-    engine = engine_of()
-    for rollouts in (1, 2):
-        collect(engine)
-        assert engine.counter.stepped == rollouts * N * T
-    assert not engine.counter.lost
 
 
 @pytest.mark.parametrize("kind", ["plain", "native-next"])
@@ -372,14 +330,6 @@ def test_an_error_closes_the_envs() -> None:
     with pytest.raises(Exception, match="boom"):
         build_engine(WorkerPlan(env, 1, policy_factory=lambda: _raise("boom")), traj_ids=count())
     assert env.closed
-
-
-def test_an_env_that_raises_is_named() -> None:
-    env = CountingEnv(lengths=(3,))
-    engine = build_engine(WorkerPlan(env, 1), traj_ids=count())
-    env.coding = env.coding._replace(encode=lambda facts: _raise("boom"))
-    with pytest.raises(EnvError, match=r"env 0 .* raised RuntimeError: boom"):
-        collect(engine)
 
 
 def _raise(message: str) -> Any:

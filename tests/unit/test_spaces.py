@@ -19,7 +19,6 @@ from distcollect.rollout.spaces import (
     indexable,
     leaf_spaces,
     leaves_of,
-    nested,
     numpy_dtype,
     torch_dtype,
     unflatten,
@@ -135,15 +134,3 @@ def test_dtype_that_torch_does_not_have() -> None:
 def test_byte_order_is_this_machines() -> None:
     space = spaces.Box(-1, 1, (2,), np.dtype(">f4"))  # type: ignore[arg-type]
     assert leaves_of(space, "observation") == (Leaf(("observation",), (2,), torch.float32),)
-
-
-def test_nested() -> None:
-    assert nested({("a", "b"): 1, ("a", "c", "d"): 2, ("e",): 3}) == {
-        "a": {"b": 1, "c": {"d": 2}},
-        "e": 3,
-    }
-    assert nested({}) == {}
-
-
-def test_leaf_as_text() -> None:
-    assert str(Leaf(("a", "b"), (2, 3), torch.float32)) == "a.b [2, 3] float32"

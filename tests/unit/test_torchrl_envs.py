@@ -36,22 +36,6 @@ def test_the_same_frames_as_from_torchrls_collector(zoo: Any, kind: str) -> None
     check_the_same_frames_as_from_torchrls_collector(zoo, kind)
 
 
-@pytest.mark.parametrize("is_wrapped", [False, True])
-def test_an_env_that_is_changed_between_two_batches(zoo: Any, is_wrapped: bool) -> None:
-    env = zoo.KINDS["gym discrete"]()
-    given = zoo.TransformedEnv(env) if is_wrapped else env
-    with dc.SyncDataCollector(given, frames_per_batch=20) as collector:
-        before = collector.next()["next", "reward"]
-        if is_wrapped:
-            given.append_transform(zoo.RewardScaling(0.0, 7.0))
-        else:
-            read = env.read_reward
-            env.read_reward = lambda reward: 7 * read(reward)
-        after = collector.next()["next", "reward"]
-    assert (before == 1).all()
-    assert (after == 7).all()
-
-
 def test_the_same_frames_of_agents_that_die(zoo: Any) -> None:
     pytest.importorskip("pettingzoo", reason="the pettingzoo extra is not installed")
     from helpers.pettingzoo_env import Lives  # noqa: PLC0415
