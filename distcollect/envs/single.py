@@ -101,8 +101,6 @@ class SingleEnvBatch(EnvBatch):
             terminated.fill(False)
             truncated.fill(False)
         reads_info, cells, reward_cells = self._reads_info, self._cells, self._reward_cells
-        for leaf, _ in self._info_paths:
-            self.obs[leaf.key][... if rows is None else rows] = self._missing[leaf.key]
         actions = self._split(action) if self._discrete_key is None else action[self._discrete_key]
         # Not strict: numpy signals the end of an array by an exception, which is slow.
         remaining: Iterator[Any] = enumerate(zip(self._steps, actions, strict=False))
@@ -159,7 +157,7 @@ class SingleEnvBatch(EnvBatch):
                         except (TypeError, ValueError):
                             self._put(row, value)
                     if self._info_paths:
-                        self._put_reset_info(row, info)
+                        self._put_info(row, info)
             except Exception as err:  # noqa: BLE001 - it becomes an EnvError
                 self._add_fault(row, self._as_env_error(err, "reset", row), stepped=True)
             else:
@@ -170,7 +168,7 @@ class SingleEnvBatch(EnvBatch):
         with self._naming_env("reset", index):
             value, info = self.members[index].reset(seed=None if seeds is None else seeds[0])
             self._put(index, value)
-            self._put_reset_info(index, info)
+            self._put_info(index, info)
 
     def _checked_step(self, row: int) -> Callable[[Any], Any]:
         """Return a row's step function, which checks its first result, then makes way for it."""
@@ -196,17 +194,14 @@ class SingleEnvBatch(EnvBatch):
             if part.__class__ is not np.ndarray or part.dtype != view.dtype:
                 self._cells = None  # this env converts: trying the cells first would be slower
 
-    def _put_reset_info(self, row: int, info: Mapping[str, Any]) -> None:
-        for leaf, _ in self._info_paths:
-            self.obs[leaf.key][row] = self._missing[leaf.key]
-        self._put_info(row, info)
-
     def _put_info(self, row: int, info: Mapping[str, Any]) -> None:
         for leaf, path in self._info_paths:
             part: Any = info
             for name in path:
                 part = None if part is None else part.get(name)
-            if part is not None:
+            if part is None:
+                self.obs[leaf.key][row] = self._missing[leaf.key]
+            else:
                 self._write_info(self.obs[leaf.key][row, ...], part, leaf)
 
     def _put_outcomes(self, row: int, info: Mapping[str, Any]) -> None:
