@@ -39,14 +39,12 @@ class LineTracer:
         frame: of that line, while ``act`` is called.
     """
 
-    def __init__(self, at: int, act: Callable[[], object], *, under: str = _PACKAGE) -> None:
-        """``under``: the start of the paths of the files whose lines count."""
+    def __init__(self, at: int, act: Callable[[], object]) -> None:
         self.num_lines = 0
         self.where = ""
         self.frame: FrameType | None = None
         self._at = at
         self._act = act
-        self._under = under
         self._is_ours: dict[CodeType, bool] = {}
 
     @contextlib.contextmanager
@@ -68,7 +66,7 @@ class LineTracer:
         code = caller.f_code
         is_ours = self._is_ours.get(code)
         if is_ours is None:
-            is_ours = self._is_ours[code] = code.co_filename.startswith(self._under)
+            is_ours = self._is_ours[code] = code.co_filename.startswith(_PACKAGE)
         return self._line if is_ours else None
 
     def _line(self, frame: FrameType, event: str, arg: object) -> Any:
@@ -86,10 +84,8 @@ class LineTracer:
         return self._line
 
 
-def interrupted_at(
-    at: int, call: Callable[[], object], *, under: str = _PACKAGE
-) -> tuple[bool, LineTracer]:
-    """Call ``call`` and send Ctrl-C at its ``at``-th line; ``under``: see LineTracer.
+def interrupted_at(at: int, call: Callable[[], object]) -> tuple[bool, LineTracer]:
+    """Call ``call`` and send Ctrl-C at its ``at``-th line.
 
     It is raised within the call, or at the latest soon after it.
 
@@ -102,7 +98,7 @@ def interrupted_at(
         assert callable(handler)
         handler(signal.SIGINT, tracer.frame)  # as Python does
 
-    tracer = LineTracer(at, ctrl_c, under=under)
+    tracer = LineTracer(at, ctrl_c)
     # What is sent again later is for after the call.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:

@@ -101,12 +101,9 @@ class Slow(gym.Env[Any, Any]):
 
 
 LOCKS: dict[str, Callable[[Any], Any]] = {
-    "evaluators": lambda collector: collector._session.evaluators._lock,
     "monitor": lambda collector: collector._monitor_thread._lock,
     "pool": lambda collector: collector._session.pool._lock,
-    "sender": lambda collector: collector._session.pool._sender._lock,
     "recorder": lambda collector: collector._stats_recorder._lock,
-    "answers": lambda collector: collector._session.workers.transport._pending._lock,
 }
 
 
