@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -27,7 +28,10 @@ class PolicyState:
         entries: leaves of the state.
         leaves: the same, and ``is_init`` if the policy reads it.
         arrays: ``[n, *shape]`` for each of ``leaves``. The arrays are rewritten, never replaced.
+        drawing: makes the context in which the state at the start of episodes is computed.
     """
+
+    drawing: Callable[[], AbstractContextManager[Any]] = staticmethod(contextlib.nullcontext)
 
     def __init__(self, num_envs: int, initial: Callable[[], Tensors], *, has_is_init: bool) -> None:
         """Start with all envs at the start of an episode.
@@ -51,7 +55,8 @@ class PolicyState:
         rows = list(rows)
         if not rows:
             return
-        initial = self._initial()  # each time, as it may be learned
+        with self.drawing():
+            initial = self._initial()  # each time, as it may be learned
         for leaf in self.entries:
             self.arrays[leaf.key][rows] = initial[leaf.key].numpy()[rows]
         if self._is_init is not None:

@@ -78,6 +78,8 @@ class UserPolicy(Policy):
 
     def seed(self, seeds: Sequence[int]) -> None:
         self._rng = PerEnvRng(seeds)
+        if self.state is not None:
+            self.state.drawing = self._rng.drawing
 
     def exploring(self) -> Contexts:
         """Compute no gradients, and set the exploration type of TensorDict policies."""

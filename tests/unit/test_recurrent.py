@@ -191,6 +191,25 @@ def test_a_policy_may_change_its_state_in_place() -> None:
     assert engine.counter.env_faults == 1
 
 
+class Noisy(Counter):
+    def initial_state(self, num_envs: int) -> dict[str, torch.Tensor]:
+        return {**super().initial_state(num_envs), "total": torch.randn(num_envs, 4)}
+
+
+def test_with_a_seed_a_random_state_depends_on_its_env_alone() -> None:
+    def starts(num_envs: int) -> torch.Tensor:
+        lengths: Any = {"lengths": (4,)}
+        settings: Any = {"frames_per_batch": 8 * num_envs, "envs_per_worker": num_envs}
+        maker = CountingMaker("plain", **lengths)
+        with dc.SyncDataCollector(maker, Noisy(), **settings) as collector:
+            collector.set_seed(3)
+            return collector.next()["total"].reshape(num_envs, 8, 4)[:, ::4]
+
+    two = starts(2)
+    assert torch.equal(starts(1)[0], two[0])
+    assert len(two.flatten().unique()) == two.numel()
+
+
 def lstm_policy(hidden: int = 8) -> TensorDictSequential:
     """TorchRL's module in a policy that draws actions."""
     modules = pytest.importorskip("torchrl.modules")
