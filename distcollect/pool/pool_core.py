@@ -320,7 +320,8 @@ class PoolCore:
             self.requests.ask_again()
             if request.state is RolloutState.REFERRED:
                 self.commands.append(TakeBack(request))
-        self._decide()
+        if cause is not None:
+            self._decide()
 
     def end_early(self) -> None:
         """Have the workers that collect for this batch, now or later, deliver what they have."""
@@ -353,20 +354,19 @@ class PoolCore:
         """Look at the whole state after an event, and do all that is possible now."""
         if self.closed:
             return
-        if self.wanted is not None:
-            self._give_up_stale()
+        if self._max_lag is not None and self.wanted is not None:
+            self._give_up_stale(self._max_lag)
         self._fetch()
-        self._end_early_if_enough()
+        if self.wanted is Wanted.ALL:
+            self._end_early_if_enough()
         self._ask()
         delivered, wanted = [], self.wanted
         if wanted is not None and (delivered := self._delivered(wanted)):
             self.wanted = self._chosen = None
             self._fetch()
             self._ask()
-        for slot in list(self.slots.leaving):
-            if not slot.owes_rollouts:
-                self.slots.become(slot, SlotState.DRAINED)
-                self.commands.append(ReportDrained(slot))
+        if self.slots.leaving:
+            self._let_go()
         if self._is_closing and not self.requests.num_kept:
             self.commands.append(WakeUser())
         if wanted is not None and delivered:
@@ -375,11 +375,11 @@ class PoolCore:
             self._activity = activity
             self.commands.append(NoteActivity(activity))
 
-    def _give_up_stale(self) -> None:
+    def _give_up_stale(self, max_lag: int) -> None:
         # Lags grow only when versions are sent.
-        if self._max_lag is not None and self._checked != self.versions.generation:
+        if self._checked != self.versions.generation:
             self._checked = self.versions.generation
-            self.requests.give_up_stale(self._max_lag)
+            self.requests.give_up_stale(max_lag)
 
     def _give_up_if_stale(self, request: RolloutRequest) -> None:
         if self._max_lag is not None and self.requests.is_stale(request, self._max_lag):
@@ -391,15 +391,19 @@ class PoolCore:
         ready = requests.among[RolloutState.READY]
         while ready and requests.num_fetched < self._prefetch:
             requests.fetch(next(iter(ready)))
-        if self._prefetch:
-            for slot in self.slots.leaving:
-                for request in slot.rollouts:
-                    if request.state is RolloutState.READY:
-                        requests.fetch(request)
+        if self.slots.leaving and self._prefetch:
+            for request in [request for request in ready if request.slot in self.slots.leaving]:
+                requests.fetch(request)
+
+    def _let_go(self) -> None:
+        """Say which of the workers that are to leave owe nothing any more."""
+        for slot in [slot for slot in self.slots.leaving if not slot.owes_rollouts]:
+            self.slots.become(slot, SlotState.DRAINED)
+            self.commands.append(ReportDrained(slot))
 
     def _end_early_if_enough(self) -> None:
         share = self._plan.preemptive_threshold
-        if share is not None and self.wanted is Wanted.ALL:
+        if share is not None:
             enough = max(1, ceil(share * self._plan.num_rollouts))
             if self.requests.num_waiting >= enough:
                 self.end_early()

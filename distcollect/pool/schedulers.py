@@ -96,10 +96,7 @@ class SyncScheduler(Scheduler):
 
     def may_ask(self, slot: WorkerSlot) -> bool:
         """Return True if this worker may be asked for its first share of the batch."""
-        return not self._has_share(slot) and self._may_collect(slot)
-
-    def _has_share(self, slot: WorkerSlot) -> bool:
-        return slot.last_request > self._requests.before_batch
+        return slot.last_request <= self._requests.before_batch and self._may_collect(slot)
 
     def _may_collect(self, slot: WorkerSlot) -> bool:
         return (
@@ -126,7 +123,7 @@ class SyncScheduler(Scheduler):
         others = coming
         second: list[WorkerSlot] = []
         for slot in self._slots.able:
-            if not self._has_share(slot):
+            if slot.last_request <= requests.before_batch:
                 others += slot.is_staying
             elif self._may_collect(slot):
                 second.append(slot)

@@ -50,36 +50,6 @@ def collecting(run: Run) -> list[int]:
     return sorted(worker_id for worker_id, p in run.present.items() if p.collecting)
 
 
-def test_a_lost_workers_share_falls_to_the_others() -> None:
-    run = Run(0, PAIR, inline=1)
-    first, second = run.present.values()
-
-    def die() -> None:
-        run.die(second)
-        assert collecting(run) == [0], "it is asked at once"
-
-    script(run, lambda: run.answer(first), die, lambda: run.answer(first))
-    assert keys(run.gather()) == [(0, 0, 0), (0, 0, 1)]
-
-
-def test_or_waits_for_who_takes_its_place() -> None:
-    run = Run(0, replace(PAIR, waits_for_missing=True), inline=1)
-    first, second = run.present.values()
-
-    def die() -> None:
-        run.die(second)
-        assert collecting(run) == [], "its share is for who takes its place"
-
-    script(
-        run,
-        lambda: run.answer(first),
-        die,
-        lambda: run.join(1),
-        lambda: run.answer(run.present[1]),
-    )
-    assert keys(run.gather()) == [(0, 0, 0), (1, 1, 0)]
-
-
 def test_until_it_is_certain_that_nobody_does() -> None:
     run = Run(0, replace(PAIR, waits_for_missing=True), inline=1)
     first, second = run.present.values()
