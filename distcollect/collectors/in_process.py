@@ -123,7 +123,7 @@ class InProcess(Backend):
         random = self._num_delivered < self._options.random_frames
         engine = self.engine
         try:
-            with signals.waking(engine.wake):
+            with signals.waking(engine.interrupts.wake):
                 engine.collect(slab, random=random, fresh=True)
         except Stopped:
             raise CollectorStateError("the collector was shut down meanwhile") from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -37,9 +37,8 @@ _CAUSES: dict[type[BaseException], str] = {
 class EngineBase(ABC):
     """Collects rollouts ``[n, T]`` from n envs and one policy.
 
-    It belongs to one thread. Other threads may call :meth:`stop`, :meth:`preempt`,
-    :meth:`run_between_steps` and :meth:`call_envs`, and commit weights; all of these take effect
-    between two steps.
+    It belongs to one thread. Other threads may call :meth:`stop`, :meth:`preempt` and
+    :meth:`call_envs`, and commit weights; all of these take effect between two steps.
 
     Attributes:
         envs: the envs.
@@ -99,10 +98,6 @@ class EngineBase(ABC):
         self.interrupts.stop()
         self.recovery.stop()
 
-    def wake(self) -> None:
-        """Have the running :meth:`collect` raise between two steps what a signal asked for."""
-        self.interrupts.wake()
-
     def preempt(self, number: int | None = None) -> None:
         """Make a rollout end between two steps, after at least one step.
 
@@ -111,17 +106,6 @@ class EngineBase(ABC):
                 complete, nothing happens. None: the running one; if none is, nothing happens.
         """
         self.interrupts.preempt(number)
-
-    def run_between_steps(self, job: Callable[[], None]) -> None:
-        """Run ``job`` between two steps of the running :meth:`collect`, or before the next one.
-
-        Without a :meth:`collect`, :meth:`run_jobs` runs it. It must not raise.
-        """
-        self.interrupts.add_job(job)
-
-    def run_jobs(self) -> None:
-        """Run what :meth:`run_between_steps` was given; on the thread that collects."""
-        self.interrupts.run_jobs()
 
     def collect(
         self,
@@ -193,7 +177,7 @@ class EngineBase(ABC):
     def call_envs(
         self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], limit_s: float
     ) -> Future[list[Any]]:
-        """Call :meth:`Envs.call` as :meth:`run_between_steps` runs a job.
+        """Call :meth:`Envs.call` as a job of the interrupts.
 
         A call that takes longer than ``limit_s`` is taken to hang, and the process is ended.
         """
@@ -208,7 +192,7 @@ class EngineBase(ABC):
             except Exception as error:  # noqa: BLE001 - raised where the future is waited for
                 answer.set_exception(error)
 
-        self.run_between_steps(call)
+        self.interrupts.add_job(call)
         return answer
 
     def close(self) -> None:

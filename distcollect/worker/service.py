@@ -182,7 +182,7 @@ class Worker(WorkerService):
     ) -> Future[list[Any]]:
         engine = self._configured.engine
         values = engine.call_envs(name, args, kwargs, limit_s)
-        self._submit(engine.run_jobs)  # if nothing is collected
+        self._submit(engine.interrupts.run_jobs)  # if nothing is collected
         return values
 
     def evaluate(self, request: EvaluationRequest) -> Future[Evaluation]:
