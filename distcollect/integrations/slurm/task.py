@@ -86,8 +86,7 @@ class SlurmTask:
         self._is_trainer = self.trains and self._job.global_rank == 0
         self._child: subprocess.Popen[bytes] | None = None
         self._was_terminated = self._cancelled = False
-        if self._is_trainer:
-            self._set_trainer_state(STARTING)
+        self._tell(STARTING)
         self._failed = Path(self.run, "failed", f"{self._job.job_id}_{self._job.global_rank}.json")
         self._failed.unlink(missing_ok=True)  # of an earlier start of this job
         self._install_handlers()
@@ -98,8 +97,7 @@ class SlurmTask:
             pass
         except Exception as error:
             # Submitit will not requeue this job.
-            if self._is_trainer:
-                self._set_trainer_state(ENDED, why=str(error))
+            self._tell(ENDED, why=str(error))
             raise
         finally:
             code = self._reap()
@@ -124,10 +122,9 @@ class SlurmTask:
             how = "saved and ended" if code == _SAVED else f"ended ({describe_exit(code)})"
         else:
             how = f"did not end within {self.grace_s:g} s and is killed"
-        RunFolder(Path(self.run)).note(self._job.job_id, f"{why}: its script {how}; requeued")
+        self._folder.note(self._job.job_id, f"{why}: its script {how}; requeued")
         _log(f"the script {how}; the job is requeued")
-        if self._is_trainer:
-            self._set_trainer_state(REQUEUED)
+        self._tell(REQUEUED)
         return DelayedSubmission(self)
 
     def _install_handlers(self) -> None:
@@ -151,8 +148,7 @@ class SlurmTask:
             os.kill(os.getpid(), self._notice)
             return
         self._cancelled = True
-        if self._is_trainer:
-            self._set_trainer_state(ENDED, why="its job was cancelled, or out of time")
+        self._tell(ENDED, why="its job was cancelled, or out of time")
         self._terminate_script()
 
     def _job_info(self) -> dict[str, str]:
@@ -223,34 +219,36 @@ class SlurmTask:
 
     def _write_result(self, code: int) -> None:
         """Write down how the script ended, and end the job accordingly."""
-        folder = RunFolder(Path(self.run))
         how = describe_exit(code)
         self._leave_if_outdated(code)
         if code != 0 and not self._was_terminated:
             about = {"how": how, "host": socket.gethostname(), "at": time.time()}
-            folder.write(f"failed/{self._failed.name}", about)
+            self._folder.write(f"failed/{self._failed.name}", about)
         if self._is_trainer and not self._cancelled:
-            self._set_trainer_state(ENDED, why="it is done" if code == 0 else f"it failed: {how}")
-            self._cancel_waiting(folder)
+            self._tell(ENDED, why="it is done" if code == 0 else f"it failed: {how}")
+            # Worker jobs that are still queued: their trainer has ended.
+            ids = [str(job["id"]) for job in self._folder.jobs() if not job["trains"]]
+            if ids:
+                _output_of(["scancel", "--quiet", "--state=PENDING", *ids])
         if code != 0:
             _log(f"the script ended: {how}")
             if self.trains and not self._is_trainer:
-                self._requeue_if_trainer_is_lost(folder)
+                self._requeue_if_trainer_is_lost()
             raise SystemExit(code if code > 0 else 128 - code)
 
-    def _requeue_if_trainer_is_lost(self, folder: RunFolder) -> None:
+    def _requeue_if_trainer_is_lost(self) -> None:
         """Requeue the job when the host of task 0 went down.
 
         A job with --no-kill would go on without that host, and nothing would end it.
         """
         while not self._was_terminated:
-            said = folder.read("trainer.json") or {}
+            said = self._folder.read("trainer.json") or {}
             info = self._job_info()
             if said.get("state") in (ENDED, REQUEUED) or info.get("JobState") != "RUNNING":
                 return
             nodes = _output_of(["scontrol", "show", "hostnames", info.get("NodeList", "")])
             if nodes and info.get("BatchHost") not in nodes.split():
-                folder.note(self._job.job_id, "lost the trainer's host; requeued")
+                self._folder.note(self._job.job_id, "lost the trainer's host; requeued")
                 _log("the trainer's host is lost; the job is requeued")
                 _output_of(["scontrol", "requeue", self._job.job_id])
                 return
@@ -264,16 +262,16 @@ class SlurmTask:
 
     def _later_start(self) -> str:
         """See :meth:`RunFolder.later_start`; "" in a job of workers, which are not in its way."""
-        return RunFolder(Path(self.run)).later_start() if self.trains else ""
+        return self._folder.later_start() if self.trains else ""
 
-    def _cancel_waiting(self, folder: RunFolder) -> None:
-        """Cancel worker jobs that are still queued: their trainer has ended."""
-        ids = [str(job["id"]) for job in folder.jobs() if not job["trains"]]
-        if ids:
-            _output_of(["scancel", "--quiet", "--state=PENDING", *ids])
+    def _tell(self, state: str, **about: str) -> None:
+        """Write down the state of the trainer, if this is its task."""
+        if self._is_trainer:
+            self._folder.tell(state, job=self._job.job_id, **about)
 
-    def _set_trainer_state(self, state: str, **about: str) -> None:
-        RunFolder(Path(self.run)).tell(state, job=self._job.job_id, **about)
+    @property
+    def _folder(self) -> RunFolder:
+        return RunFolder(Path(self.run))
 
 
 def _output_of(command: list[str]) -> str:
