@@ -22,7 +22,7 @@ from distcollect.envs.base import Fault
 from distcollect.errors import ArgumentError, EnvError
 from distcollect.integrations.torchrl.envs import TorchRLEnvs
 from distcollect.integrations.torchrl.policy import TensorDictPolicy
-from distcollect.integrations.torchrl.specs import tree_layout
+from distcollect.integrations.torchrl.specs import layout_of
 from distcollect.rollout.slabs import FrameSlab
 from distcollect.rollout.spaces import Key
 
@@ -81,7 +81,7 @@ class TensorDictEngine(EngineBase):
         self._frames: list[TensorDictBase] = []  # not written to the slab yet
         self._given: set[Key] = set()  # the entries that frames had so far
         self._td = policy.exploring().call(lambda: self._started(envs.reset()))
-        self.layout = tree_layout(envs, self._td, policy.try_out(self._td))
+        self.layout = layout_of(envs, self._td, policy.try_out(self._td))
         assert self.layout.torchrl_keys is not None
         self._done_keys = [_short(key) for key in self.layout.torchrl_keys.done]
 

@@ -13,7 +13,7 @@ from distcollect.rollout.layout import Layout, TorchRLKeys
 from distcollect.rollout.spaces import Key, Leaf
 
 
-def tree_layout(envs: TorchRLEnvs, first: TensorDictBase, chosen: TensorDictBase) -> Layout:
+def layout_of(envs: TorchRLEnvs, first: TensorDictBase, chosen: TensorDictBase) -> Layout:
     """The layout of the frames.
 
     Args:
