@@ -41,7 +41,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--summary", type=Path, help="write the counts to this file")
     parser.add_argument("--logs", type=Path, help="a folder for what the scripts print")
     parser.add_argument("--jobs", type=int, default=1, help="tests at a time")
-    return parser.parse_args()
+    return parser.parse_intermixed_args()
 
 
 def judged_tests(given: argparse.Namespace) -> Iterator[str]:
