@@ -158,20 +158,6 @@ class TreeSlab(RolloutMemory):
             values: of each step; None: zeros, as for what the policy writes in random steps.
         """
         part = self.columns[leaf.key][:, start : start + count]
-        if (
-            values is not None
-            and not self.layout.batch_size
-            and values[0].shape == leaf.shape
-            and values[0].dtype is leaf.dtype
-            and values[0].is_cpu
-        ):
-            # Each value is written to its place at once. Torch would write values of another shape
-            # beyond the column's end.
-            try:
-                torch.stack(values, out=part[0])
-            except (RuntimeError, TypeError) as error:  # TypeError: of another dtype
-                raise self._error(leaf, values) from error
-            return part
         return part.copy_(self._stacked(leaf, count, values))
 
     def _stacked(self, leaf: Leaf, count: int, values: list[torch.Tensor] | None) -> torch.Tensor:
