@@ -227,7 +227,7 @@ class Buffer:
     def extend(self, data: TensorDict) -> None:
         self.batches.append(data)
         self.frames += (
-            1000 * data["collector", "worker_id"] + data["next", "observation"][:, 0]
+            1_000_000 * data["collector", "worker_id"] + data["next", "observation"][:, 0]
         ).tolist()
 
     def check(self) -> None:
