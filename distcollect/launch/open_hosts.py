@@ -8,7 +8,7 @@ import secrets
 
 from distcollect.errors import ArgumentError, LaunchError
 from distcollect.launch.cpu_placement import num_cores
-from distcollect.launch.placement import PlacerSettings
+from distcollect.launch.placer import PlacerSettings
 from distcollect.launch.rendezvous import LISTEN, listen_address, read_token
 from distcollect.launch.run_folder import TOKEN_VARIABLE, RunFolder
 from distcollect.launch.topology import one_of_several

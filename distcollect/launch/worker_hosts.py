@@ -14,7 +14,7 @@ from distcollect.common.reminder import wait_for
 from distcollect.errors import ArgumentError, CollectorStateError, DeadlineError, LaunchError
 from distcollect.launch.cpu_placement import Host, choose, may_pin
 from distcollect.launch.local_processes import LocalProcesses, ProcessEvents
-from distcollect.launch.placement import Placer
+from distcollect.launch.placer import Placer
 from distcollect.net.connection import Connection
 from distcollect.net.messages import (
     Exited,

@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from distcollect.errors import ArgumentError, ArgumentTypeError, WeightsError
 from distcollect.policy.held_modules import held_modules
+from distcollect.policy.weight_encoding import WeightEncoding
 from distcollect.rollout.spaces import dtype_name
 
 # Every entry starts at a multiple of this, so that a view of any dtype is aligned.
@@ -45,24 +46,6 @@ class Entry:
     def end(self) -> int:
         """Where the next entry begins, in bytes."""
         return -(-(self.offset + self.num_bytes) // _ALIGNMENT) * _ALIGNMENT
-
-
-@dataclass(frozen=True)
-class WeightEncoding:
-    """How weights lie in the payload that is sent.
-
-    Attributes:
-        dtype: what wider floats are rounded to; None: they are not.
-        entries: indices of the entries that travel; None: all.
-    """
-
-    dtype: torch.dtype | None = None
-    entries: tuple[int, ...] | None = None
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the payload is the flat buffer itself."""
-        return self.dtype is None and self.entries is None
 
 
 @dataclass(frozen=True)
@@ -138,14 +121,7 @@ class WeightLayout:
             if encoding.entries is None
             else [self.entries[index] for index in encoding.entries]
         )
-
-        def narrowed(dtype: torch.dtype) -> torch.dtype:
-            narrow = encoding.dtype
-            if narrow is None or not dtype.is_floating_point or dtype.itemsize <= narrow.itemsize:
-                return dtype
-            return narrow
-
-        return self._packed((e.names, e.shape, narrowed(e.dtype)) for e in chosen)
+        return self._packed((e.names, e.shape, encoding.narrowed(e.dtype)) for e in chosen)
 
     def transfer(self, source: torch.Tensor, target: torch.Tensor, into: WeightLayout) -> None:
         """Copy the entries that both layouts have.
@@ -265,45 +241,6 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.shape == other.shape and torch.allclose(
         one, other.to(one), rtol=0, atol=0, equal_nan=True
     )
-
-
-def check_finite(weights: Mapping[str, torch.Tensor]) -> None:
-    """Refuse NaN and infinity.
-
-    Raises:
-        WeightsError: names the key.
-    """
-    for name, tensor in weights.items():
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            raise WeightsError(
-                f"{name!r} holds a NaN or an infinity (WeightSync(check_finite=True)). "
-                "Nothing was sent"
-            )
-
-
-def check_range(weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
-    """Refuse finite values that would become infinite as ``dtype``.
-
-    They are refused among infinities and NaN, too, which are sent as they are.
-
-    Raises:
-        WeightsError: names the key.
-    """
-    limit = torch.finfo(dtype).max
-    for name, tensor in weights.items():
-        if tensor.is_floating_point() and tensor.numel():
-            magnitudes = tensor.detach().abs().nan_to_num(nan=0.0, posinf=0.0)
-            largest = float(magnitudes.max())
-            if largest > limit:
-                advice = (
-                    "use 'bfloat16'"
-                    if largest <= torch.finfo(torch.bfloat16).max
-                    else f"leave it out with exclude=[{name!r}], or give no wire_dtype"
-                )
-                raise WeightsError(
-                    f"{name!r} holds a value of magnitude {largest:g}, too large for "
-                    f"WeightSync(wire_dtype={dtype_name(dtype)!r}): {advice}. Nothing was sent"
-                )
 
 
 def called_by(policy: Any) -> Any:

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
 
+from distcollect.rollout.collector_entries import collector_entries
 from distcollect.rollout.header import Rollout
-from distcollect.rollout.join_rollouts import bookkeeping, join
+from distcollect.rollout.join_rollouts import join
 from distcollect.rollout.layout import Layout
 from distcollect.rollout.pickled_rollout import stacked, unpacked
 from distcollect.rollout.spaces import Key, as_key, nested
@@ -53,7 +54,7 @@ def assemble(
         return _loose(layout, rollouts, mask=mask, compact=compact, device=device)
     pinned = device is not None and device.type == "cuda"
     flat, following = join(layout, rollouts, compact=compact, pinned=pinned)
-    kept = bookkeeping(rollouts, flat, mask=mask)
+    kept = collector_entries(rollouts, flat, mask=mask)
     lead = tuple(kept["traj_ids"].shape) if shape is None else shape
 
     def viewed(tensor: torch.Tensor) -> torch.Tensor:
@@ -109,7 +110,7 @@ def _loose(
         part = unpacked(rollout.tensors)
         if compact:
             _drop_repeated(part, layout.flags)
-        entries = bookkeeping([rollout], flat, mask=mask)
+        entries = collector_entries([rollout], flat, mask=mask)
         values = {name: value.reshape(part.batch_size) for name, value in entries.items()}
         part.set("collector", TensorDict(values, batch_size=part.batch_size))
         parts.append(part)

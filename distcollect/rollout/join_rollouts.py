@@ -10,7 +10,7 @@ import torch
 
 from distcollect.common import tensor_cache
 from distcollect.rollout.header import Rollout
-from distcollect.rollout.layout import FAULTED, MASK, POLICY_VERSION, TRAJ_IDS, Layout, Tensors
+from distcollect.rollout.layout import TRAJ_IDS, Layout, Tensors
 from distcollect.rollout.spaces import Key, indexable
 from distcollect.rollout.wire import WireForm, WireLayout, wire_layout
 
@@ -119,28 +119,3 @@ def _from_bytes(
     if 0 in shape:
         return torch.empty(shape, dtype=dtype)
     return torch.from_numpy(np.concatenate(parts)).view(dtype).view(shape)
-
-
-def bookkeeping(
-    rollouts: Sequence[Rollout], flat: dict[Key, torch.Tensor], *, mask: bool
-) -> dict[str, torch.Tensor]:
-    """The entries under "collector", ``[W * n, T]``.
-
-    Raises:
-        ValueError: there is padding, and ``mask`` is False.
-    """
-    traj_ids = flat[TRAJ_IDS]
-    num_frames = sum(rollout.header.num_frames for rollout in rollouts)
-    if num_frames < traj_ids.numel() and not mask:
-        raise ValueError("a rollout is padded, so its batch needs a mask")
-    worker_ids = torch.tensor([rollout.header.worker_id for rollout in rollouts])
-    frames_each = traj_ids.numel() // len(rollouts)
-    collector = {
-        "traj_ids": traj_ids,
-        "policy_version": flat[POLICY_VERSION],
-        "faulted": flat[FAULTED],
-        "worker_id": worker_ids.repeat_interleave(frames_each).view(traj_ids.shape),
-    }
-    if mask:
-        collector[MASK[-1]] = traj_ids >= 0
-    return collector

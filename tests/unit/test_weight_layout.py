@@ -13,7 +13,8 @@ from torch import nn
 
 from distcollect.errors import ArgumentTypeError, WeightsError
 from distcollect.policy.live_weights import LiveWeights
-from distcollect.policy.weight_layout import WeightLayout, check_range, checksum
+from distcollect.policy.weight_encoding import check_range
+from distcollect.policy.weight_layout import WeightLayout, checksum
 
 
 class Net(nn.Module):
