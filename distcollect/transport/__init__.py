@@ -1,4 +1,4 @@
 """The way a trainer calls its workers and fetches rollouts.
 
-Only :mod:`distcollect.transport.rpc` touches ``torch.distributed.rpc``.
+Only the modules whose names begin with ``rpc`` touch ``torch.distributed.rpc``.
 """
