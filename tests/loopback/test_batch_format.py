@@ -108,26 +108,6 @@ def test_shape(kind: Any, num_envs: int, settings: Any, shape: tuple[int, ...]) 
 EVERY = [dc.SyncDataCollector, dc.MultiSyncDataCollector, dc.MultiaSyncDataCollector]
 
 
-@pytest.mark.parametrize("kind", EVERY)
-def test_split_trajs(kind: Any) -> None:
-    with make(kind, Maker(2, 9), num_envs=2, split_trajs=True) as collector:
-        batches = [collector.next() for _ in range(3)]
-    for batch in batches:
-        mask = batch["collector", "mask"]
-        assert mask.sum() == collector.frames_per_batch
-        assert mask.shape == batch.shape == (len(batch), int(mask.sum(-1).max()))
-        for row, real in zip(batch.unbind(0), mask, strict=True):
-            ids = row["collector", "traj_ids"]
-            assert len(set(ids[real].tolist())) == 1
-            assert (ids[~real] == -1).all()
-            assert (row["observation"][~real] == 0).all()
-            frames = row["observation"][real]
-            assert (frames[1:, 2] - frames[:-1, 2] == 1).all()
-    ids = [i for b in batches for i in b["collector", "traj_ids"][:, 0].tolist()]
-    # Episodes that span batches keep their id.
-    assert len(set(ids)) < len(ids)
-
-
 @pytest.mark.parametrize("dtype", ["uint16", "uint32", "uint64", "bool", "float16", "int8"])
 @pytest.mark.parametrize(
     "settings", [{"split_trajs": True}, {"trajs_per_batch": 2}, {"replay_buffer": True}], ids=str
@@ -154,27 +134,6 @@ def test_dtypes_of_trajectories(settings: dict[str, Any], dtype: str) -> None:
         keys = batch.keys(include_nested=True)
         is_real = batch["collector", "mask"] if ("collector", "mask") in keys else ...
         assert batch["observation"].to(int)[is_real][..., 0].all()
-
-
-@pytest.mark.parametrize("kind", EVERY)
-def test_whole_trajectories(kind: Any) -> None:
-    seen: set[tuple[float, ...]] = set()
-    with make(kind, Maker(2, 9, 13), num_envs=2, trajs_per_batch=3) as collector:
-        for _ in range(4):
-            batch = collector.next()
-            mask = batch["collector", "mask"]
-            assert batch.shape == (3, int(mask.sum(-1).max()))
-            for row, real in zip(batch.unbind(0), mask, strict=True):
-                frames = row["observation"][real]
-                env, episode, _ = frames[0].tolist()
-                length = (2, 9, 13)[int(episode) % 3]
-                assert frames[:, 2].tolist() == list(range(length))
-                assert row["next", "done"][real].squeeze(-1).tolist() == [False] * (length - 1) + [
-                    True
-                ]
-                assert (env, episode) not in seen
-                seen.add((env, episode))
-        assert collector.abandoned_frames == 0
 
 
 @pytest.mark.parametrize(
@@ -236,22 +195,16 @@ def test_trajectories_that_come_one_by_one_have_a_batch_timeout_each(resets: boo
         assert collector.next().shape == (2, T)
 
 
-def test_whole_trajectories_end_with_the_frames() -> None:
-    kind = {"trajs_per_batch": 2, "total_frames": 4 * T}
+@pytest.mark.parametrize(("trajs", "num_batches"), [(2, 3), (4, 1)])
+def test_whole_trajectories_end_with_the_frames(trajs: int, num_batches: int) -> None:
+    """And a batch has exactly as many as were asked for."""
+    kind = {"trajs_per_batch": trajs, "total_frames": 4 * T}
     with make(dc.SyncDataCollector, Maker(3), num_envs=1, **kind) as collector:
         batches = list(collector)
     # 20 frames are six episodes of three, and two more frames.
-    assert [batch.shape for batch in batches] == [(2, 3)] * 3
-
-
-def test_a_batch_has_exactly_as_many_trajectories_as_were_asked_for() -> None:
-    kind = {"trajs_per_batch": 4, "total_frames": 4 * T}
-    with make(dc.SyncDataCollector, Maker(3), num_envs=1, **kind) as collector:
-        batches = list(collector)
-    # The other two whole episodes are too few.
-    assert [batch.shape for batch in batches] == [(4, 3)]
+    assert [batch.shape for batch in batches] == [(trajs, 3)] * num_batches
     assert collector.frames == 4 * T
-    assert collector.abandoned_frames == 2 * 3 + 2  # the last two frames are of a seventh
+    assert collector.abandoned_frames == 4 * T - 3 * trajs * num_batches
 
 
 @pytest.mark.parametrize(
@@ -304,21 +257,19 @@ def test_whole_trajectories_without_padding() -> None:
         make(dc.SyncDataCollector, Maker(3), num_envs=1, traj_format="cat")
 
 
-def test_a_reset_drops_trajectories_that_were_not_delivered() -> None:
-    settings = {"num_envs": 1, "trajs_per_batch": 1}
-    with make(dc.SyncDataCollector, Maker(2), **settings) as collector:
-        collector.next()
-        # Another whole one waits, and a third has begun.
-        collector.reset()
-        assert collector.next()["observation"][0, :, 1].tolist() == [3, 3]
-
-
-@pytest.mark.parametrize("kind", [dc.SyncDataCollector, dc.MultiSyncDataCollector])
-def test_a_seed_drops_trajectories_from_before_it(kind: Any) -> None:
+@pytest.mark.parametrize(
+    ("kind", "call"),
+    [
+        (dc.SyncDataCollector, lambda collector: collector.reset()),
+        (dc.SyncDataCollector, lambda collector: collector.set_seed(0)),
+        (dc.MultiSyncDataCollector, lambda collector: collector.set_seed(0)),
+    ],
+)
+def test_a_reset_or_a_seed_drops_trajectories_that_were_not_delivered(kind: Any, call: Any) -> None:
     with make(kind, Maker(2), num_envs=1, trajs_per_batch=1) as collector:
         collector.next()
         # Whole ones wait, and the third of each env has begun.
-        collector.set_seed(0)
+        call(collector)
         assert collector.next()["observation"][0, :, 1].tolist() == [3, 3]
 
 
@@ -352,16 +303,6 @@ def test_rollouts_joined_along_time_have_no_padding(num_envs: int, shape: tuple[
     assert batch.names[-1] == "time"
     assert (batch["collector", "traj_ids"] >= 0).all()
     assert torch.equal(batch["observation"], whole["observation"][..., : T + 2, :])
-
-
-def test_set_truncated() -> None:
-    with make(dc.SyncDataCollector, Maker(T, 3), num_envs=1, set_truncated=True) as collector:
-        first, second = collector.next()["next"], collector.next()["next"]
-    # The first episode terminates with the first batch; the third is cut by the second's end.
-    assert first["truncated"].squeeze(-1).tolist() == [False] * T
-    assert second["truncated"].squeeze(-1).tolist() == [False] * 4 + [True]
-    assert second["done"].squeeze(-1).tolist() == [False, False, True, False, True]
-    assert second["terminated"].squeeze(-1).tolist() == [False, False, True, False, False]
 
 
 def test_compact_obs() -> None:

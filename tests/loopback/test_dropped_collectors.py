@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import gymnasium as gym
@@ -67,25 +66,6 @@ def test_async_shutdown_calls_the_shutdown_of_a_subclass() -> None:
     assert calls == ["shutdown"]
 
 
-def test_a_start_that_fails_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Buffer:
-        def extend(self, data: TensorDict) -> None:
-            """Drops the frames."""
-
-    def fail(*_: Any) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with dc.SyncDataCollector(
-        "CartPole-v1", frames_per_batch=8, total_frames=80, replay_buffer=Buffer()
-    ) as collector:
-        with monkeypatch.context() as patch:
-            patch.setattr("distcollect.collectors.base.Background", fail)
-            with pytest.raises(RuntimeError, match="new thread"):
-                collector.start()
-        collector.start()
-        collector.async_shutdown(timeout=20)
-
-
 class Slow(gym.Env[Any, Any]):
     """Its episodes end when the test says so."""
 
@@ -100,55 +80,14 @@ class Slow(gym.Env[Any, Any]):
         return self.observation_space.sample(), 0.0, Slow.go_on.is_set(), False, {}
 
 
-LOCKS: dict[str, Callable[[Any], Any]] = {
-    "monitor": lambda collector: collector._monitor_thread._lock,
-    "pool": lambda collector: collector._session.pool._lock,
-    "recorder": lambda collector: collector._stats_recorder._lock,
-}
-
-
-@pytest.mark.parametrize("name", LOCKS)
-def test_a_collector_is_finalized_while_one_of_its_locks_is_held(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Garbage may be collected anywhere. The finalizer waits for nothing there."""
-    monkeypatch.setattr(gc, "freeze", lambda: None)
-    Slow.go_on.clear()
-    collector: Any = loopback_collector(
-        Slow,
-        frames_per_batch=4,
-        num_workers=2,
-        sync=False,
-        evaluation=dc.EvaluationWorkers(1, num_episodes=1),
-    )
-    collector.next(timeout_s=60)
-    collector.me = collector  # so that only the garbage collector can free it
-    workers: Any = collector._session.workers
-    closed = threading.Event()
-    close, workers.close = workers.close, lambda: (close(), closed.set())
-    lock = LOCKS[name](collector)
-    reference = weakref.ref(collector)
-    del collector
-    returned = threading.Event()
-
-    def collect_garbage() -> None:
-        with lock:
-            gc.collect()
-        returned.set()
-
-    threading.Thread(target=collect_garbage, daemon=True).start()
-    assert returned.wait(60)
-    assert reference() is None
-    Slow.go_on.set()
-    assert closed.wait(60)
-
-
 class Closable(Slow):
-    """Says when it is closed."""
+    """Is closed when the test says so, and tells."""
 
+    may_close = threading.Event()
     closed = threading.Event()
 
     def close(self) -> None:
+        Closable.may_close.wait(60)
         Closable.closed.set()
 
 
@@ -163,6 +102,8 @@ class Player:
 
 
 def test_an_in_process_collector_that_is_dropped_closes_the_envs_that_it_made() -> None:
+    """Garbage may be collected anywhere: nothing is waited for there."""
+    Closable.may_close.clear()
     Closable.closed.clear()
     player = Player()
     player.collector.next()
@@ -170,6 +111,7 @@ def test_an_in_process_collector_that_is_dropped_closes_the_envs_that_it_made() 
     del player
     gc.collect()
     assert reference() is None
+    Closable.may_close.set()
     assert Closable.closed.wait(60)
 
 
@@ -178,6 +120,7 @@ def test_one_that_fills_a_buffer_in_the_background_too() -> None:
         def extend(self, data: TensorDict) -> None:
             """Drops the frames."""
 
+    Closable.may_close.set()
     Closable.closed.clear()
     collector = dc.SyncDataCollector(Closable, frames_per_batch=4, replay_buffer=Buffer())
     collector.start()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -13,10 +12,10 @@ import pytest
 import torch
 from helpers.counting_envs import CountingMaker
 from helpers.loopback_pool import LoopbackWorkers, loopback_collector
+from helpers.policies import ShownWeight
 from tensordict import TensorDict
 
 import distcollect as dc
-from distcollect.common import signals
 from distcollect.common.shared_memory import SharedTensor
 from distcollect.rollout.assemble import assemble
 from distcollect.rollout.header import Rollout
@@ -67,9 +66,7 @@ def test_a_rollout_is_handed_over_and_taken(collector: dc.RPCDataCollector) -> N
     stats = collector.stats()
     assert stats.frames == stats.delivered == stats.workers[0].frames == 2 * STEPS
     assert collector.bottleneck().bound != "unknown"
-    assert collector._stats_recorder._activity == "train"
     batch = collector.take_over(reference, SOON_S)
-    assert collector._stats_recorder._activity == "train"
     assert batch.shape == (2, STEPS)
     assert batch.names[-1] == "time"
     assert transport.bytes_fetched == reference.num_bytes
@@ -156,24 +153,6 @@ def test_what_was_taken_and_the_buffer_refused_outlives_the_next_hand_over() -> 
         assert collector.frames == 4 * 2 * STEPS
 
 
-def test_a_signal_to_end_counts_more_than_workers_that_it_ended(
-    collector: dc.RPCDataCollector, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    collector.hand_over(SOON_S)
-
-    def lose(*args: object) -> None:
-        monkeypatch.setattr(signals, "_requested", "SIGTERM")
-        raise dc.WorkerLost("ended")
-
-    def save_and_exit() -> None:
-        raise signals.Interrupted
-
-    monkeypatch.setattr(signals, "_save_and_exit", save_and_exit)
-    monkeypatch.setattr(collector._session, "hand_over", lose)
-    with pytest.raises(signals.Interrupted):
-        collector.hand_over(SOON_S)
-
-
 def test_one_whose_worker_dies_is_lost(collector: dc.RPCDataCollector) -> None:
     reference = collector.hand_over(SOON_S)
     workers = workers_of(collector)
@@ -225,14 +204,16 @@ def test_what_next_has_fetched_travels_along_if_there_is_no_other() -> None:
 
 
 def test_the_lag_and_the_shape_are_the_takers() -> None:
+    policy = ShownWeight()
     with make(
+        policy=policy,
         envs_per_worker=1,
         frames_per_batch=STEPS,
         staleness=dc.Staleness(0, mode="mask"),
         split_trajs=True,
     ) as collector:
         reference = collector.hand_over(SOON_S)
-        collector._session.pool.push(torch.zeros(0, dtype=torch.uint8))
+        collector.update_policy_weights_(policy)
         batch = collector.take_over(reference, SOON_S)
         assert not batch["collector", "mask"].any()
         assert batch.shape[0] > 1, "one row for each trajectory"
@@ -275,32 +256,11 @@ def test_a_worker_that_does_not_answer_is_named(
 ) -> None:
     reference = collector.hand_over(SOON_S)
     transport = workers_of(collector).transport
-    unanswered: Future[Any] = transport._pending.expect(-1, Future())
-    monkeypatch.setattr(transport, "fetch_handover", lambda *_: unanswered)
+    monkeypatch.setattr(transport, "fetch_handover", lambda *_: Future())
     with pytest.raises(dc.DeadlineError, match=r"rollout 0 of worker 0 of trainer 0 .* 0\.1 s"):
         collector.take_over(reference, 0.1)
     monkeypatch.undo()
-    transport._pending.fail(-1)
     collector.take_over(reference, SOON_S)
-
-
-def test_only_one_of_many_gets_it(collector: dc.RPCDataCollector) -> None:
-    reference = collector.hand_over(SOON_S)
-    outcomes: list[Any] = []
-
-    def take() -> None:
-        try:
-            outcomes.append(collector._session.handover_receiver.take(reference, SOON_S))
-        except dc.RolloutGone as error:
-            outcomes.append(error)
-
-    threads = [threading.Thread(target=take) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(SOON_S)
-    assert sum(not isinstance(outcome, dc.RolloutGone) for outcome in outcomes) == 1
-    assert len(outcomes) == 8
 
 
 def test_memory_that_is_shared_can_be_sent_as_well(collector: dc.RPCDataCollector) -> None:

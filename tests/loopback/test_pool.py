@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import sys
-import threading
-from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -13,8 +10,6 @@ import pytest
 import torch
 from helpers.pool_simulation import taken
 
-from distcollect.common.replies import Reply
-from distcollect.common.signals import Wakeup
 from distcollect.config import Staleness
 from distcollect.errors import BatchTimeout
 from distcollect.pool.pool import Pool
@@ -180,126 +175,6 @@ def test_a_slab_is_not_written_to_while_it_is_read() -> None:
     assert transport.open_requests(0) == 1
 
 
-def test_events_of_many_threads_are_all_handled_in_each_threads_order() -> None:
-    pool, _, _ = make(sync=False)
-    handled: list[tuple[int, int]] = []
-
-    def post(thread: int) -> None:
-        for number in range(500):
-            pool._loop.post(handled.append, (thread, number))
-
-    threads = [threading.Thread(target=post, args=(thread,)) for thread in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    assert sorted(handled) == [(thread, number) for thread in range(4) for number in range(500)]
-    for thread in range(4):
-        assert [n for t, n in handled if t == thread] == list(range(500))
-    pool.close()
-
-
-def test_a_thread_that_posts_an_event_does_not_wait_while_another_handles_some() -> None:
-    pool, _, _ = make(sync=False)
-    has_begun, may_end = threading.Event(), threading.Event()
-    handled: list[str] = []
-
-    def take_long() -> None:
-        has_begun.set()
-        may_end.wait(120)
-        handled.append("first")
-
-    busy = threading.Thread(target=pool._loop.post, args=(take_long,))
-    busy.start()
-    assert has_begun.wait(60)
-    poster = threading.Thread(target=pool._loop.post, args=(handled.append, "second"))
-    poster.start()
-    poster.join(60)
-    assert not poster.is_alive()
-    assert handled == []
-    may_end.set()
-    busy.join(60)
-    assert handled == ["first", "second"]
-    pool.close()
-
-
-def test_the_users_thread_wakes_once_for_a_batch() -> None:
-    waits = []
-
-    def wait(is_done: Callable[[], bool], timeout_s: float, wakeup: Wakeup) -> bool:
-        if not is_done():
-            threading.Timer(0.1, lambda: transport.answer(0).arrive()).start()
-        while not is_done():
-            waits.append(timeout_s)
-            wakeup._rings.get(timeout=timeout_s)
-        return True
-
-    pool, transport, _ = make(sync=False, wait=wait)
-    pool.get(60)
-    assert len(waits) == 1
-    pool.close()
-
-
-def test_garbage_collection_has_little_to_look_at_for_an_open_request() -> None:
-    """Else its full collections, which look at all of torch's objects too, come often."""
-
-    class Patient(Transport):
-        def collect(self, peer: int, request: CollectRequest) -> Any:
-            answer: Reply[Offer] = Reply()
-            answers.append(answer)
-            return answer
-
-    num_workers = 2000
-    answers: list[Reply[Offer]] = []
-    pool, _, _ = make(sync=True, num_workers=num_workers, transport=Patient())
-    gc.collect()
-    gc.disable()
-    try:
-        before = gc.get_count()[0]  # what was made and not freed: at 700 of them it runs
-        ask(pool)  # this ends, but the workers' answers are still awaited
-        made = gc.get_count()[0] - before
-        assert len(answers) == num_workers
-        assert made <= 2.5 * num_workers
-    finally:
-        gc.enable()
-    pool.close()
-
-
-@pytest.mark.parametrize("interruption", [KeyboardInterrupt, RuntimeError])
-def test_what_was_asked_for_before_an_interruption_is_not_in_the_next_batch(
-    interruption: type[BaseException],
-) -> None:
-    waits: list[Callable[[], object]] = []
-
-    def wait(is_done: Callable[[], bool], *_: object) -> bool:
-        waits.pop()()
-        return is_done()
-
-    pool, transport, sender = make(sync=True, num_workers=2, wait=wait)
-
-    def be_interrupted() -> None:
-        transport.answer(0).arrive()
-        raise interruption
-
-    waits.append(be_interrupted)
-    with pytest.raises(interruption):
-        pool.get(1)
-    pool.push(FLAT)
-    for worker_id in (0, 1):
-        sender.acknowledge(worker_id, 1)
-        transport.versions[worker_id] = 1
-
-    def answer() -> None:
-        transport.answer(1)  # requests left from before
-        for worker_id in (0, 1):
-            transport.answer(worker_id).arrive()
-
-    waits.append(answer)
-    rollouts = taken(pool, 1)
-    assert [r.header.policy_version for r in rollouts] == [(1, 1), (1, 1)]
-    assert [r.header.worker_id for r in rollouts] == [0, 1]
-
-
 def test_in_sync_mode_a_worker_waits_for_the_weights_sent_to_it() -> None:
     pool, transport, sender = make(sync=True, num_workers=2)
     pool.push(FLAT, [1])
@@ -338,42 +213,6 @@ def test_several_stale_rollouts_are_given_up_at_once() -> None:
             offer.arrive()
     assert taken(pool, 5)[0].header.policy_version == (2, 2)
     assert sum(pool.stale_frames.values()) == 5 * FRAMES
-
-
-def test_versions_reach_the_sender_in_their_order() -> None:
-    pool, _, sender = make(sync=False)
-    for _ in range(5):
-        pool.push(FLAT)
-    assert sender.published == [1, 2, 3, 4, 5]
-    assert pool.lag(0, 3) == 2
-
-
-def test_pace_asks_again_when_weights_are_acknowledged() -> None:
-    pool, transport, sender = make(sync=False, num_workers=2, staleness=Staleness(max_policy_lag=0))
-    pool.push(FLAT)
-    ask(pool)
-    assert not transport.requests, "every rollout would be stale"
-    sender.acknowledge(1, 1)
-    assert [transport.open_requests(w) for w in (0, 1)] == [0, 1]
-
-
-def test_at_the_end_every_rollout_is_accounted_for() -> None:
-    """Also a rollout given up while it was fetched, and frames of unknown fate."""
-
-    def wait(*_: object) -> bool:
-        transport.answer(0)  # it is being fetched
-        raise KeyboardInterrupt
-
-    pool, transport, _ = make(sync=True, num_workers=2, wait=wait)
-    with pytest.raises(KeyboardInterrupt):
-        pool.get(1)
-    pool.close()
-    pool.account(0, 0, "shut_down", FRAMES)
-    pool.account(1, 0, "shut_down", None)
-    workers = pool.ledger.workers
-    assert [frames.open for frames in workers.values()] == [0, 0]
-    assert workers[0].lost == {"shut_down": FRAMES}
-    assert (workers[1].stepped, workers[1].at_most) == (0, FRAMES)
 
 
 class InstantOffer(Offer):

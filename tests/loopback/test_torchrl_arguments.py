@@ -133,18 +133,6 @@ def test_an_error_in_a_hook_names_it(name: str) -> None:
         collector.next()
 
 
-def test_workers_begin_with_the_weights_of_the_policy_beside_the_factory() -> None:
-    policy = Policy(3.0)
-    with loopback_collector(
-        SamplingEnv, policy, policy_factory=Policy, num_workers=1, sync=True, frames_per_batch=4
-    ) as collector:
-        assert collector.policy is policy
-        assert (collector.next()["weight"] == 3).all()
-        policy.weight.data.fill_(5)
-        collector.update_policy_weights_()
-        assert (collector.next()["weight"] == 5).all()
-
-
 def factory(weight: float) -> Callable[[], Policy]:
     return lambda: Policy(weight)
 
@@ -213,20 +201,6 @@ def test_the_first_rollout_ends_the_others_with_a_threshold_of_zero() -> None:
         batch = collector.next()
         assert collector.preemptive_threshold == 0.0
     assert batch["collector", "mask"][:, 0].all()
-
-
-def test_no_worker_is_preempted_by_default() -> None:
-    with loopback_collector(SamplingEnv, num_workers=2, sync=True, frames_per_batch=8) as collector:
-        assert collector.preemptive_threshold == 1.0
-        assert collector.interruptor is None
-
-
-def test_stats_count_the_workers() -> None:
-    with loopback_collector(SamplingEnv, num_workers=2, sync=True, frames_per_batch=8) as collector:
-        collector.next()
-        stats = collector.stats(workers="both")
-    assert (stats["workers"], stats["workers_alive"]) == (2, 2)
-    assert (stats["worker_0/frames"], stats["worker_1/frames"]) == (4, 4)
 
 
 @pytest.mark.parametrize("cat_results", [0, -1, "stack"])
@@ -358,12 +332,11 @@ def test_a_state_has_the_weights_of_each_worker(monkeypatch: pytest.MonkeyPatch)
     assert torch.allclose(batch["action"], expected)
 
 
-@pytest.mark.parametrize("interrupted_in", [None, "await_enough", "wait_for", "resume", "seed"])
 @pytest.mark.parametrize("sync", [True, False])
 def test_a_state_whose_weights_were_not_published(
-    monkeypatch: pytest.MonkeyPatch, sync: bool, interrupted_in: str | None
+    monkeypatch: pytest.MonkeyPatch, sync: bool
 ) -> None:
-    """Loading them needs a version above the state's 0, also if it is interrupted at first."""
+    """Loading them needs a version above the state's 0."""
     monkeypatch.setattr(peer_ids, "_identity", peer_ids.Identity("run"))
     pytest.importorskip("torchrl", reason="the torchrl extra is not installed")
     from helpers import torchrl_envs as zoo  # noqa: PLC0415
@@ -377,13 +350,6 @@ def test_a_state_whose_weights_were_not_published(
         collector.set_seed(3)
         state = copy.deepcopy(collector.state_dict())
     with loopback_collector(zoo.pendulum, other, **sizes) as collector:
-        if interrupted_in is not None:
-            session = collector._session
-            part = session.workers if interrupted_in == "await_enough" else session
-            with monkeypatch.context() as patched:
-                patched.setattr(part, interrupted_in, interrupt)
-                with pytest.raises(KeyboardInterrupt):
-                    collector.load_state_dict(state)
         collector.load_state_dict(state)
         version = collector.policy_version
         assert version > 0
@@ -396,10 +362,6 @@ def test_a_state_whose_weights_were_not_published(
         collector.update_policy_weights_()
         assert collector.policy_version == version + 1
         eventually(lambda: collector.next()["collector", "policy_version"].min() == version + 1)
-
-
-def interrupt(*_: object, **__: object) -> None:
-    raise KeyboardInterrupt
 
 
 def test_one_env_is_copied_to_all_workers() -> None:
