@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
+from distcollect.common.forks import only_here
 from distcollect.common.replies import answer
 
 T = TypeVar("T")
@@ -30,6 +33,41 @@ def run_aside(function: Callable[..., object], *args: object) -> threading.Threa
         function(*args)
         return None
     return thread
+
+
+class BeforeExit:
+    """Calls of daemon threads that the interpreter's exit waits for.
+
+    Most calls of torch, and the destructors of its process groups, give the interpreter's lock up
+    and take it again. If the interpreter shuts down in between, the latter ends the thread, which
+    C++ answers by aborting the process: "terminate called without an active exception".
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        """The exit waits for ``timeout_s`` at most."""
+        self._timeout_s = timeout_s
+        # Without a lock, which a forked child could inherit: each side writes first, then reads.
+        self._under_way: set[object] = set()
+        self._is_exiting = False
+        atexit.register(only_here(self._exit))
+
+    def do(self, function: Callable[[], object]) -> bool:
+        """Call a function; False: it is too late, and it was not called."""
+        call = object()
+        self._under_way.add(call)
+        try:
+            if self._is_exiting:
+                return False
+            function()
+        finally:
+            self._under_way.discard(call)
+        return True
+
+    def _exit(self) -> None:
+        self._is_exiting = True
+        deadline = time.monotonic() + self._timeout_s
+        while self._under_way and time.monotonic() < deadline:
+            time.sleep(0.001)
 
 
 class SerialThread:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 import torch.distributed
 
-from distcollect.common.threads import run_aside
+from distcollect.common.forks import keep_for_ever
+from distcollect.common.threads import BeforeExit, run_aside
 from distcollect.weights.group_backends import GroupMember, backend_named
 
 # Torch declares no types for its stores and process groups.
@@ -24,6 +25,8 @@ _PAUSE_SHARE, _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 0.0001, 0.02
 _LAST_WORD_S = 0.2
 # Aborting a group takes milliseconds; whoever leaves all groups waits this long for it at most.
 _ABORT_TIMEOUT_S = 2.0
+# The interpreter's exit waits for calls of a backend, which may hang, for this long at most.
+_before_exit = BeforeExit(2.0)
 
 
 class _Broadcast:
@@ -51,27 +54,17 @@ class _Broadcast:
 
     def run(self) -> None:
         """Begin, and wait for the end, also if nobody else waits for it any more."""
-        options = dist.BroadcastOptions()
-        options.rootRank = options.rootTensor = 0
-        options.timeout = self._member.timeout
-        try:
-            self._work = self._group.broadcast([self._flat], options)
-        except Exception as error:  # noqa: BLE001 - raised again by who waits for it
-            self._fail(error)
-        else:
-            if self._given_up.is_set():
-                self.abort(self._group)  # the first abort came too early to end this
-            if not self._ends():
+        if _before_exit.do(self._begin):
+            if self.error is None and not self._ends():
                 _stuck.append(self)
                 self.settled.set()
                 return
-            try:
-                self._work.wait()
-            except Exception as error:  # noqa: BLE001 - raised again by who waits for it
-                self._fail(error)
+            if _before_exit.do(self._finish):
+                return
+        # The process exits, and Gloo's threads may go on: destroying the group would wait for them.
+        keep_for_ever(self)
+        self._fail(RuntimeError("the interpreter shuts down"))
         self.settled.set()
-        # An error's traceback may keep this alive, but not the memory.
-        self._group = self._flat = self._work = None
 
     def give_up(self) -> None:
         """Wait no longer; when this returns, the broadcast is polled no more before an abort."""
@@ -103,6 +96,28 @@ class _Broadcast:
             raise RuntimeError(
                 f"{backend.name} could not broadcast in process group {name}: {self.error}"
             ) from self.error
+
+    def _begin(self) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        options.timeout = self._member.timeout
+        try:
+            self._work = self._group.broadcast([self._flat], options)
+        except Exception as error:  # noqa: BLE001 - raised again by who waits for it
+            self._fail(error)
+            return
+        if self._given_up.is_set():
+            self.abort(self._group)  # the first abort came too early to end this
+
+    def _finish(self) -> None:
+        try:
+            if self._work is not None:
+                self._work.wait()
+        except Exception as error:  # noqa: BLE001 - raised again by who waits for it
+            self._fail(error)
+        self.settled.set()
+        # An error's traceback may keep this alive, but not the memory.
+        self._group = self._flat = self._work = None
 
     def _fail(self, error: Exception) -> None:
         self.error = error
