@@ -213,6 +213,7 @@ ARGUMENTS: list[Row] = [
     (lambda: dc.Staleness(1, mode="wait"), ARGUMENT, "mode='wait'", "use 'pace', 'drop'"),
     (lambda: dc.Faults(batch_timeout_s=0), ARGUMENT, "batch_timeout_s=0", "above 0"),
     (lambda: dc.Faults(min_workers=0), ARGUMENT, "min_workers=0", "1 or more"),
+    (lambda: dc.Faults(max_env_faults=-1), ARGUMENT, "max_env_faults=-1", "0 or more"),
     (lambda: dc.Faults(missing_share="none"), ARGUMENT, "='none'", "use 'survivors'"),
     (lambda: dc.WeightSync(backend="mpi"), ARGUMENT, "backend='mpi'", "use 'auto'"),
     (lambda: dc.WeightSync(wire_dtype="int8"), ARGUMENT, "wire_dtype='int8'", "use 'bfloat16'"),

@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from distcollect.commands.doctor import checks, report
+from distcollect.commands.doctor import checks
 from distcollect.commands.doctor.checks import Finding
 from distcollect.commands.doctor.host_report import (
     HostReport,
-    addresses_of,
     inspect_host,
     read_free_bytes,
     read_num_ports,
@@ -99,11 +98,6 @@ def test_a_name_that_stands_for_the_host_alone(own_name: list[str]) -> None:
         assert part in finding.remedy
 
 
-def test_names_are_looked_up() -> None:
-    assert "127.0.0.1" in addresses_of("localhost")
-    assert addresses_of("no-such-host.invalid") == []
-
-
 def test_memory() -> None:
     first, second = found(FAR, problems={"memory": "no space"}, shm_bytes=64 << 20)
     assert first.problem.endswith("no space")
@@ -181,31 +175,3 @@ def test_clocks() -> None:
     ahead, behind = (only(link_to(FAR, skew_s)).problem for skew_s in (100.0, -2.0))
     assert "100.0 s ahead of" in ahead
     assert "2.0 s behind" in behind
-
-
-def test_a_report_is_aligned() -> None:
-    link = Link(0.00031, 1.1e9, 3.2e6, -0.25, shares_memory=False)
-    lines = report.links({1: FAR, 10: HERE}, {1: link, 10: link}).splitlines()
-    assert len({len(line) for line in lines[1:]}) == 1
-    assert lines[1].split() == [
-        "1",
-        "node2",
-        "0.31",
-        "ms",
-        "1,100",
-        "MB/s",
-        "3.20",
-        "MB/s",
-        "-0.250",
-        "s",
-        "sent",
-    ]
-    findings = [Finding("names", f"rank {i}", "no name", "give one") for i in range(3)]
-    assert report.problems([*findings, Finding("files", "rank 0", "few", "more")]) == [
-        "1. files, rank 0: few",
-        "   what to do: more",
-        "2. names, rank 0, rank 1, rank 2: no name",
-        "   what to do: give one",
-    ]
-    said = report.topics(findings, {"names": "are there", "ports": "are open"}).splitlines()
-    assert said == ["names  3 PROBLEMS  are there", "ports  ok          are open"]

@@ -17,12 +17,10 @@ from tensordict import TensorDict
 from torch import nn
 
 from distcollect.common.step_counter import TASK, StepCounter, Task
-from distcollect.engine import aligned_loop
 from distcollect.engine.build import build_engine
 from distcollect.engine.engine import Engine
 from distcollect.engine.interrupts import Stopped
 from distcollect.engine.plan import WorkerPlan
-from distcollect.errors import ArgumentError
 from distcollect.policy.live_weights import LiveWeights
 from distcollect.rollout.assemble import assemble
 from distcollect.rollout.header import Header, Rollout
@@ -159,30 +157,6 @@ def test_extras_of_a_slab_that_is_used_again_for_random_frames() -> None:
     assert not collect(engine, slab=slab, random=True)["told"].any()
 
 
-@pytest.mark.parametrize("preempted_at", [None, 15])
-def test_many_ends_of_episodes_give_the_same_frames_as_few(
-    preempted_at: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They are written together at the end of a rollout; few are written in each step."""
-
-    def batches(many_rows: int) -> list[TensorDict]:
-        monkeypatch.setattr(aligned_loop, "MANY_ROWS", many_rows)
-        policy = Told(lambda call: engine.preempt() if call == preempted_at else None)
-        # From the fourth episode on they differ, so in some steps many end and in others few.
-        envs: list[Any] = [CountingEnv(i, lengths=(3, 1, 2, 1 + i % 3)) for i in range(8)]
-        engine = build_engine(
-            WorkerPlan([lambda e=e: e for e in envs], 8, policy), traj_ids=count()
-        )
-        return [collect(engine, 9, random=False) for _ in range(4)]
-
-    as_few = batches(1000)
-    num_ends = [int(each["next", "done"].sum(0)[step]) for each in as_few for step in range(9)]
-    assert max(num_ends) >= 5 > min(num_ends)
-    for many_rows in (1, 5):
-        for one, other in zip(as_few, batches(many_rows), strict=True):
-            assert (one == other).all()
-
-
 # Rows that drift apart.
 
 
@@ -294,28 +268,6 @@ def test_an_interrupted_rollout_is_lost_as_a_whole() -> None:
     assert (batch["observation"][:, 0, 2] == 0).all()
 
 
-# Options.
-
-
-@pytest.mark.parametrize("option", ["max_frames_per_traj", "reset_at_each_iter"])
-def test_envs_that_cannot_be_cut(option: str) -> None:
-    with pytest.raises(ArgumentError, match=f"{option} does not work .* envs_per_worker instead"):
-        engine_of(kind="native-next", **{option: 2})
-
-
-def test_clipping_needs_a_box() -> None:
-    with pytest.raises(ArgumentError, match="clip_actions needs a Box action space, not Discrete"):
-        engine_of(clip_actions=True)
-
-
-def test_cut_trajectories() -> None:
-    batch = collect(engine_of(max_frames_per_traj=2, lengths=(100,)))
-    assert batch["next", "truncated"][..., 0].tolist() == [[False, True] * 3] * N
-    assert not batch["next", "terminated"].any()
-    assert batch["next", "observation"][:, 1, 2].tolist() == [2] * N
-    assert batch["observation"][:, 2, 2].tolist() == [0] * N
-
-
 @pytest.mark.parametrize("kind", ["plain", "sync-next"])
 def test_cut_lengths_start_again_with_a_reset(kind: str) -> None:
     engine = engine_of(kind=kind, max_frames_per_traj=4, lengths=(100,))
@@ -334,18 +286,3 @@ def test_an_error_closes_the_envs() -> None:
 
 def _raise(message: str) -> Any:
     raise RuntimeError(message)
-
-
-def test_an_interrupt_at_the_end_of_a_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Ctrl-C may come while a rollout ends: the next rollout begins as usual."""
-    engine = engine_of()
-    collect(engine)
-
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.step_timer, "end", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            collect(engine)
-    assert collect(engine).numel()

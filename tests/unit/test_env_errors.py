@@ -69,27 +69,15 @@ SHARED = CountingEnv()
 @pytest.mark.parametrize(
     ("create_env", "n", "error", "match"),
     [
-        (3, 1, ArgumentTypeError, "not int"),
-        ("CartPol-v1", 1, ArgumentError, "Did you mean: `CartPole`"),
-        (raising, 1, EnvError, r"env 0: raising\(\) raised ValueError: no licence"),
-        (lambda: 3, 1, EnvError, "returned a builtins.int; it must return a gymnasium Env"),
         ([CountingEnv, raising], 2, EnvError, r"env 1: raising\(\)"),
         ([CountingEnv], 2, ArgumentError, "the list has 1 envs, but 2 are needed"),
-        (
-            [CountingEnv, CountingMaker("sync-next", 2)],
-            2,
-            ArgumentError,
-            "SyncVectorEnv.* is a vector env",
-        ),
         (
             [CountingMaker("sync-next", 2), CountingEnv],
             2,
             ArgumentError,
             "SyncVectorEnv.* is a vector env",
         ),
-        (CountingMaker("sync-next", 2), 3, ArgumentError, "has 2 envs, but 3 are asked for"),
         (lambda: SHARED, 2, ArgumentError, "env 1 .* is the same object"),
-        (SHARED, 2, ArgumentError, "env 1 .* is the same object"),
         (
             [CountingEnv, lambda: CountingEnv(observation="box64")],
             2,
@@ -175,16 +163,6 @@ def test_observation_that_does_not_fit(
             call()
 
 
-def test_observation_that_stops_fitting() -> None:
-    envs = spoiled(1, "step", lambda result: (result[0][:3], *result[1:]), after=4)
-    with batch_of(envs, 2) as batch:
-        batch.reset()
-        for _ in range(4):
-            batch.step(sample(batch))
-        with pytest.raises(EnvError, match=r"env 1 .*shape \[3\]"):
-            batch.step(sample(batch))
-
-
 def test_fractions_do_not_become_integers() -> None:
     def make() -> Any:
         space = OBSERVATIONS["image"].space
@@ -194,41 +172,12 @@ def test_fractions_do_not_become_integers() -> None:
         batch.reset()
 
 
-@pytest.mark.parametrize("after", [0, 3])
-@pytest.mark.parametrize("row", [0, 1])
-def test_step_that_raises(row: int, after: int) -> None:
-    envs = spoiled(row, "step", raising, after)
-    with batch_of(envs, 2) as batch:
-        batch.reset()
-        for _ in range(after):
-            batch.step(sample(batch))
-        with pytest.raises(EnvError) as caught:
-            batch.step(sample(batch))
-    assert str(caught.value) == f"env {row} (CountingEnv): step() raised ValueError: no licence"
-    assert isinstance(caught.value.__cause__, ValueError)
-
-
-def test_reset_that_raises() -> None:
-    envs = spoiled(1, "reset", raising)
-    describe = r"env 1 .*reset\(\) raised ValueError: no licence"
-    with batch_of(envs, 2) as batch, pytest.raises(EnvError, match=describe):
-        batch.reset()
-
-
 def test_close_closes_all_and_then_raises() -> None:
     envs = spoiled(0, "close", raising)
     batch = make_envs(envs, 2, contexts=contexts(2))
     with pytest.raises(EnvError, match=r"env 0 .*close\(\) raised"):
         batch.close()
     assert envs[1].closed
-
-
-def test_env_of_the_old_api() -> None:
-    envs = spoiled(1, "step", lambda result: result[:4])
-    with batch_of(envs, 2) as batch:
-        batch.reset()
-        with pytest.raises(EnvError, match=r"env 1 .*old gym"):
-            batch.step(sample(batch))
 
 
 @pytest.mark.parametrize("kind", ["sync-next", "native-same"])

@@ -36,7 +36,6 @@ from helpers.fragile_envs import (
 from helpers.loopback_pool import LoopbackWorkers
 from helpers.policies import SummingPolicy
 from tensordict import TensorDict
-from torch import nn
 
 import distcollect as dc
 from distcollect.config import Faults
@@ -47,7 +46,6 @@ from distcollect.engine.pickled_plan import TensorTable
 from distcollect.engine.plan import WorkerPlan
 from distcollect.envs.base import Faulted
 from distcollect.envs.make import make_envs
-from distcollect.rollout.slab import Slab
 from distcollect.transport.protocol import CollectRequest
 
 
@@ -115,16 +113,6 @@ def test_again_at_once_and_several_rows_in_one_step(at: int) -> None:
     assert is_accounted_for(engine, batch.numel())
 
 
-def test_an_episode_that_ends_with_the_first_step_after_a_fault() -> None:
-    lengths = (1,)
-    engine = engine_of(Maker({1: [("step", 3)]}, lengths), SummingPolicy())
-    batch = collect(engine, 2)
-    for each in batch:
-        check_row(each, lengths)
-    assert (batch["next", "done"]).all()
-    assert not batch["collector", "faulted"].any()
-
-
 @pytest.mark.parametrize("at", range(1, 6))
 def test_cut_trajectories_start_their_count_with_the_new_env(at: int) -> None:
     engine = engine_of(Maker({1: [("step", at)]}), SummingPolicy(), max_frames_per_traj=2)
@@ -136,22 +124,6 @@ def test_cut_trajectories_start_their_count_with_the_new_env(at: int) -> None:
     ends += [step % 2 == 1 for step in range(2 * T - len(ends))]
     assert batch["next", "done"][1].flatten().tolist() == ends
     assert batch["collector", "faulted"].sum() == rest
-
-
-class InPlace(nn.Module):
-    """Changes its input in place."""
-
-    def forward(self, observation: torch.Tensor) -> Any:
-        total = observation.sum(-1)
-        observation.fill_(-1)
-        return total.long() % 5, {"sum": total}
-
-
-def test_a_policy_that_changes_its_input() -> None:
-    batch = collect(engine_of(Maker({1: [("step", 4)]}), InPlace()), 2)
-    check_policy(batch)
-    for each in batch:
-        check_row(each)
 
 
 class SeesWrong(Fragile):
@@ -413,20 +385,3 @@ def test_the_header_tells_how_often_an_env_raised() -> None:
         assert header.stepped == 3 * N * T
     finally:
         workers.close()
-
-
-def test_faults_is_checked() -> None:
-    for wrong in (-1, 1.5, True, None):
-        with pytest.raises(dc.ArgumentError, match="max_env_faults"):
-            Faults(max_env_faults=wrong)  # type: ignore[arg-type]
-    assert Faults(max_env_faults=0).max_env_faults == 0
-
-
-def test_a_slab_that_is_used_again_shows_nothing_of_a_fault() -> None:
-    engine = engine_of(Maker({1: [("step", 3)]}), SummingPolicy())
-    slab = Slab(engine.layout, T)
-    engine.collect(slab)
-    assert slab.faulted.any()
-    engine.collect(slab)
-    assert not slab.faulted.any()
-    assert not np.any(slab.truncated)

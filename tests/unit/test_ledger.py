@@ -21,12 +21,6 @@ def announced(*sequences: int, stepped: int = 0, lost: dict[str, int] | None = N
     return ledger
 
 
-def test_nothing_has_happened_yet() -> None:
-    report = Ledger().report()
-    assert report.workers == {}
-    assert report.total == Frames()
-
-
 def test_a_rollout_is_open_until_it_is_delivered() -> None:
     ledger = announced(0, 1)
     assert ledger.report().total == Frames(stepped=20, open=20)
@@ -110,28 +104,6 @@ def test_nothing_more_comes_of_a_process_that_has_ended(incarnation: int, *, wai
     assert before.total.stepped == 17
 
 
-def test_what_nobody_heard_of_is_lost_when_its_process_ends() -> None:
-    ledger = announced(0, stepped=14, lost={"env_failed": 4})
-    ledger.end(3, 0, "worker_lost", stepped=21)
-    assert ledger.report().total == Frames(
-        stepped=21, lost={"env_failed": 4, "worker_lost": 7}, open=10
-    )
-    ledger.deliver(3, 0, 0)
-    assert ledger.report().total == Frames(
-        stepped=21, delivered=10, lost={"env_failed": 4, "worker_lost": 7}
-    )
-
-
-def test_a_process_may_end_before_anything_was_heard_of_it() -> None:
-    ledger = Ledger()
-    ledger.end(0, 0, "worker_lost", stepped=3)
-    ledger.end(1, 0, "worker_lost", stepped=None, at_most=FRAMES)
-    assert ledger.report().workers == {
-        0: Frames(stepped=3, lost={"worker_lost": 3}),
-        1: Frames(at_most=FRAMES),
-    }
-
-
 def test_only_of_a_host_that_vanished_it_is_not_known_exactly() -> None:
     ledger = announced(0, stepped=12)
     ledger.end(3, 0, "worker_lost", stepped=None, at_most=FRAMES)
@@ -153,18 +125,6 @@ def test_processes_of_a_slot_are_summed_up() -> None:
     assert list(report.workers) == [0, 3]
     assert report.workers[3] == Frames(stepped=27, delivered=20, lost={"worker_lost": 5}, open=2)
     assert report.total == Frames(stepped=37, delivered=20, lost={"worker_lost": 5}, open=12)
-
-
-def test_all_that_waits_may_be_lost_at_once() -> None:
-    ledger = announced(0, 1)
-    ledger.end(3, 0, "worker_lost", stepped=20)
-    ledger.announce(3, 1, 0, FRAMES, stepped=12, lost={})
-    ledger.lose_waiting("shut_down")
-    assert ledger.report().total == Frames(stepped=32, lost={"shut_down": 30}, open=2)
-    with pytest.raises(KeyError):
-        ledger.deliver(3, 1, 0)
-    ledger.end(3, 1, "shut_down", stepped=12)
-    assert ledger.report().total == Frames(stepped=32, lost={"shut_down": 32})
 
 
 def test_the_report_is_a_table() -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 from typing import Any
 
 import pytest
-from helpers.membership_cases import PAUSE_S, SILENCE_S, START_S, make
+from helpers.membership_cases import START_S, make
 
 from distcollect.results import WorkerState
 from distcollect.roster.membership import (
@@ -78,36 +77,6 @@ def test_a_process_has_to_be_ready_in_time() -> None:
     assert start == Start(0, 1)
 
 
-def test_who_is_ready_is_asked_for_signs_of_life() -> None:
-    membership = working()
-    now, pings = 0.0, []
-    while now < 100:
-        now = membership.next_tick(now)
-        for command in membership.tick(now):
-            assert command == Ping(0, 0)
-            pings.append(now)
-            membership.heard(0, 0, now + 0.1)
-    pauses = [b - a for a, b in pairwise(pings)]
-    assert PAUSE_S / 2 <= min(pauses) < 0.6 * PAUSE_S
-    assert 0.9 * PAUSE_S < max(pauses) <= PAUSE_S * 1.001
-    assert membership.state(0) is WorkerState.READY
-
-
-def test_silence_is_suspicious_and_then_a_loss() -> None:
-    membership = working()
-    said = watch(membership, 0.0, SILENCE_S / 2 - 0.001)
-    assert membership.state(0) is WorkerState.READY
-    assert {type(command) for _, command in said} == {Ping}
-    watch(membership, SILENCE_S / 2 - 0.001, SILENCE_S / 2)
-    assert membership.state(0) is WorkerState.SUSPECTED
-    said = watch(membership, SILENCE_S / 2, SILENCE_S + 10)
-    ((when, overdue),) = only(Overdue, said)
-    assert when == pytest.approx(SILENCE_S)
-    assert "no sign of life for 8.0 s" in overdue.reason
-    assert membership.state(0) is WorkerState.JOINING
-    assert only(Start, said) == [(when, Start(0, 1))]
-
-
 def restarts(membership: Membership, now: float) -> list[float]:
     """Seconds from the end of each process to the start of the next, until none comes."""
     pauses = []
@@ -139,21 +108,6 @@ def test_replacements_come_after_growing_pauses() -> None:
     assert membership.num_hopeful == 0
 
 
-def test_who_leaves_has_only_so_much_time() -> None:
-    membership = working()
-    membership.leave(0, 5.0, 1.0)
-    membership.leave(0, 500.0, 3.0)
-    now = 1.0
-    while now < 5:
-        membership.heard(0, 0, now)
-        assert only(Overdue, watch(membership, now, now + 1)) == []
-        now += 1
-    membership.heard(0, 0, 5.5)
-    ((when, overdue),) = only(Overdue, watch(membership, 5.0, 20.0))
-    assert when == pytest.approx(6.0)
-    assert "took too long" in overdue.reason
-
-
 def test_hopeful_are_those_that_are_here_or_on_their_way() -> None:
     membership = make(max_restarts=0)
     for worker_id in range(5):
@@ -175,40 +129,6 @@ def test_hopeful_are_those_that_are_here_or_on_their_way() -> None:
         4: WorkerState.LOST,
     }
     assert membership.num_hopeful == 3
-
-
-@pytest.mark.parametrize("absent_s", [10.0, 1e5])
-def test_a_trainer_that_did_not_look_loses_nobody(absent_s: float) -> None:
-    membership = make()
-    for worker_id in range(3):
-        membership.open(worker_id, 0.0)
-    membership.tick(0.0)
-    membership.ready(0, 0, 0.0)
-    membership.ready(1, 0, 0.0)
-    membership.leave(1, 5.0, 0.0)
-    membership.tick(1.0)
-    # Their earlier messages are handled one by one, with ticks in between.
-    now = 1.0 + absent_s
-    assert only(Overdue, [(now, command) for command in membership.tick(now)]) == []
-    membership.heard(0, 0, now)
-    membership.heard(1, 0, now)
-    assert membership.tick(now) == []
-    # If they sent nothing, they have as much time as before, less one pause.
-    said = only(Overdue, watch(membership, now, now + START_S - PAUSE_S))
-    left_s = {command.worker_id: when - now for when, command in said}
-    assert left_s == {
-        0: pytest.approx(SILENCE_S),
-        1: pytest.approx(5.0 - 1.0 - PAUSE_S),
-        2: pytest.approx(START_S - 1.0 - PAUSE_S),
-    }
-
-
-def test_a_trainer_that_always_looks_late_still_sees_who_is_silent() -> None:
-    membership = working()
-    now, looks = 0.0, 0
-    while not only(Overdue, [(now, command) for command in membership.tick(now)]):
-        now, looks = now + 3 * PAUSE_S, looks + 1
-    assert looks == SILENCE_S / PAUSE_S
 
 
 def test_commands_come_in_the_order_in_which_they_were_due() -> None:

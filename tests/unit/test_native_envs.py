@@ -165,15 +165,3 @@ def test_rows_can_be_cut_and_reset_at_once(name: str) -> None:
             follows = batch["next", key][:, :-1] == batch[key][:, 1:]
             assert follows.flatten(2).all(-1)[~done[:, :-1]].all()
     assert len({int(i) for batch in batches for i in batch["collector", "traj_ids"].unique()}) >= 48
-
-
-def test_envpool_infos_reach_the_batch() -> None:
-    env = envpool_env("CartPole-v1", max_episode_steps=6)
-    with dc.SyncDataCollector(
-        env, frames_per_batch=N * 20, info_keys=["elapsed_step"]
-    ) as collector:
-        batch = collector.next()
-    done = batch["next", "done"][..., 0]
-    assert torch.equal(batch["next", "elapsed_step"], batch["elapsed_step"] + 1)
-    assert torch.equal(batch["elapsed_step"][:, 1:] == 0, done[:, :-1])
-    assert batch["next", "elapsed_step"].max() == 6

@@ -63,20 +63,6 @@ def test_trainers_with_different_losses_never_repeat_an_id() -> None:
         assert top <= state <= 2**63
 
 
-def test_ids_of_a_resumed_collector_avoid_those_of_another_open_one() -> None:
-    """The saved run had one worker; here two collectors have started two each."""
-    identity = Identity("run")
-    resumed_one = [identity.new_peer() for _ in range(2)]
-    other = [block(identity, identity.new_peer()) for _ in range(2)]
-    earlier = Identity("run")
-    earlier.new_peer()
-    identity.resume(earlier.next_traj_id)
-    for peer in (*resumed_one, identity.new_peer()):
-        own = block(identity, peer)
-        assert all(own.start >= theirs.stop or own.stop <= theirs.start for theirs in other)
-        assert own.start >= earlier.next_traj_id
-
-
 def test_ids_that_are_used_up_are_an_error_before_one_is_given_twice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -118,12 +118,6 @@ def test_kinds(kind: str) -> None:
         assert torch.equal(extras["flag",], observation[:, 0] > 0)
 
 
-def test_the_module_of_a_policy_is_what_has_weights() -> None:
-    module = Module()
-    assert bind(module)[0].module is module
-    assert bind(pick)[0].module is None
-
-
 def _place(place: torch.Tensor) -> Any:
     return place
 
@@ -211,13 +205,6 @@ def test_a_dict_observation_as_a_whole_and_as_a_tensordict() -> None:
         assert actions["action",].tolist() == (arrays["inner", "echo"] % 5).tolist()
 
 
-def test_a_parameter_that_is_no_entry() -> None:
-    with pytest.raises(
-        dc.PolicyError, match=r"'speed' is no entry .* its entries are: image, inner, place"
-    ):
-        bind(lambda place, speed: place, "dict")
-
-
 def test_tuple_observations() -> None:
     def policy(observation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         first, second = observation
@@ -226,14 +213,6 @@ def test_tuple_observations() -> None:
 
     actions, _, arrays = call(policy, "tuple")
     assert actions["action",].tolist() == (arrays["observation", "1"] % 5).tolist()
-
-
-def test_what_cannot_travel() -> None:
-    lock = __import__("threading").Lock()
-    with pytest.raises(dc.PolicyNotSendable, match="policy_factory"):
-        dc.RPCDataCollector("CartPole-v1", lambda x: lock, frames_per_batch=8, num_workers=1)
-    with pytest.raises(dc.ArgumentError, match="create_env_fn can't be sent"):
-        dc.RPCDataCollector(lambda: lock, None, frames_per_batch=8, num_workers=1)
 
 
 @pytest.mark.parametrize(

@@ -280,17 +280,10 @@ class Misfit(Counter):
 @pytest.mark.parametrize(
     ("start", "following", "message"),
     [
-        (None, None, r"the policy returned no 'h': it must return its whole state"),
-        (
-            None,
-            torch.zeros(N, 3),
-            r"state 'h' of shape \[3, 3\] .* of shape \[3, 2\] .* at the start",
-        ),
         (None, torch.zeros(N, 2, dtype=torch.long), r"dtype int64, but .* float32 at"),
         (None, "x", "returned str as 'h', which is not a tensor"),
         ({"h": torch.zeros(N).char()}, torch.full((N,), 128), "returned 128 in 'h', .* int8"),
         ([], None, r"initial_state\(\) returned a list"),
-        ({"h": torch.zeros(2)}, None, r"initial_state\(3\) has 'h' of shape \[2\]"),
         ({"h": torch.zeros(N), "observation": torch.zeros(N)}, None, "'observation', a name that"),
         ({"g": torch.zeros(N)}, None, "parameter 'h' is no entry"),
     ],

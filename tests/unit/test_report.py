@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from distcollect.commands import main as cli
-from distcollect.commands.report.charts import duration, short, ticks
 from distcollect.commands.report.history import Event, Span, history_of, read
 from distcollect.commands.report.page import page
 
@@ -184,20 +183,6 @@ def test_a_state_is_never_markup(tmp_path: Path) -> None:
     Page(text)
 
 
-def test_lags_of_batches_that_are_rarer_than_snapshots() -> None:
-    counts = [{"0": 10}, {"0": 10}, {"0": 10, "2": 10}, {"0": 10, "2": 10}, {"0": 10, "2": 20}]
-    told = [snapshot(t, lag={"frames": each}) for t, each in enumerate(counts)]
-    text = page(history_of(told), "rare")
-    [chart] = re.findall(r'aria-label="Lag">(.*?)</svg>', text)
-    paths = re.findall(r'<path class="curve \w" d="(.*?)"/>', chart)
-    assert [path.count("L") for path in paths] == [2, 2]  # three points, joined
-    # A point alone is shown as a dot.
-    alone = page(history_of([snapshot(1, lag={"frames": {"1": 5}})]), "one")
-    [chart] = re.findall(r'aria-label="Lag">(.*?)</svg>', alone)
-    assert re.findall(r'd="M[\d. ]+h0"', chart) != []
-    assert "stroke-linecap: round" in alone
-
-
 def test_env_faults(tmp_path: Path) -> None:
     faults = [
         {"worker_id": n, "host": "host-<a>", "time": BEGUN_AT + n, "message": f"env {n} & more"}
@@ -249,18 +234,3 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "stats.jsonl").write_text(json.dumps(snapshot(1)) + "\n")
     assert cli.main(["report", str(tmp_path), "--out", str(tmp_path)]) == 2
     assert "Is a directory; name another file" in capsys.readouterr().err
-
-
-def test_numbers_in_a_few_characters() -> None:
-    assert [short(v) for v in (999.6, -999_600, 999_499, 1e300)] == ["1k", "-1M", "999k", "1e+291G"]
-    assert [short(v) for v in (0, 0.1234, 12, 12345, 2.5e6)] == [
-        "0",
-        "0.123",
-        "12",
-        "12.3k",
-        "2.5M",
-    ]
-    assert [duration(s) for s in (5, 90, 7300)] == ["5 s", "1:30 min", "2:01 h"]
-    assert ticks(0, 10, 4) == [0, 5, 10]
-    assert ticks(3, 3, 4) == [3]
-    assert len(ticks(-0.013, 0.17, 4)) in (3, 4, 5)

@@ -214,18 +214,6 @@ def test_a_slab_is_used_again() -> None:
     assert (batch[("next", *X)].numpy() == after).all()
 
 
-def test_a_final_observation_is_copied() -> None:
-    slab = filled()
-    final = {key: array + 50 for key, array in slab.tail.items()}
-    slab.add_final(1, 3, final)
-    wanted = float(final[X][1])
-    for array in final.values():
-        array.fill(0)
-    batch = assemble(LAYOUT, [rollout(slab)])
-    assert batch[("next", *X)][1, 3] == wanted
-    assert batch[("next", *X)][0, 3] == slab.tail[X][0]
-
-
 @pytest.mark.parametrize("finals", FINALS)
 def test_what_travels(finals: list[tuple[int, int]]) -> None:
     """Two tensors, little larger than the frames; each observation is sent once."""

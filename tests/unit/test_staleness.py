@@ -93,13 +93,6 @@ def test_lagging_goes_by_the_plain_difference() -> None:
     assert lagging(acknowledged, 10, more_than=10) == []
 
 
-@pytest.mark.parametrize("k", range(4))
-def test_with_one_publication_per_delivery_one_more_than_the_bound_may_be_out(k: int) -> None:
-    trainer = Trainer(k)
-    trainer.pacer.awaited()
-    assert len(trainer.ask_all()) == k + 1
-
-
 @pytest.mark.parametrize("k", range(3))
 @pytest.mark.parametrize("every", [1, 2, 4])
 @pytest.mark.parametrize("burst", [1, 2])
@@ -140,29 +133,6 @@ def test_the_habit_is_forgotten() -> None:
     assert len(trainer.ask_all()) == 3 * 2
 
 
-def test_who_lags_too_much_waits_for_weights() -> None:
-    trainer = Trainer(1)
-    trainer.publish(0, 1)
-    trainer.publish(0)
-    trainer.pacer.awaited()
-    assert not trainer.pacer.may_ask(0, 0)
-    assert trainer.pacer.may_ask(0, 1)
-    assert trainer.pacer.may_ask(1, 0)
-    assert trainer.pacer.may_ask(2, 0)
-
-
-def test_the_least_slack_goes_first_and_ties_first_come() -> None:
-    trainer = habit(2, every=4)
-    new, old, also_old = (
-        ask(trainer.pacer, worker_id, trainer.version - lag)
-        for worker_id, lag in enumerate((0, 1, 1))
-    )
-    assert choose(trainer.pacer, []) is None
-    assert choose(trainer.pacer, [new]) is new
-    assert choose(trainer.pacer, [new, also_old, old]) is also_old
-    assert choose(trainer.pacer, [new, old, also_old]) is old
-
-
 def test_what_is_more_urgent_is_waited_for() -> None:
     trainer = habit(1, every=1)
     urgent = ask(trainer.pacer, 0, trainer.version - 1)
@@ -173,22 +143,6 @@ def test_what_is_more_urgent_is_waited_for() -> None:
     trainer.pacer.arrived(urgent, trainer.version - 1)
     trainer.pacer.given_up(urgent)
     assert choose(trainer.pacer, [other]) is other
-
-
-def test_nothing_is_waited_for_in_vain() -> None:
-    trainer = habit(1, every=4)
-    tickets = trainer.ask_all()
-    assert len(tickets) == 8
-    trainer.publish()
-    # Now all have slack 0, and not all can be delivered in time.
-    assert choose(trainer.pacer, tickets[5:]) is tickets[5]
-    trainer.publish()
-    # Now all are lost, and block nothing.
-    assert all(trainer.pacer.too_stale(ticket) for ticket in tickets)
-    assert choose(trainer.pacer, tickets) is None
-    fresh = ask(trainer.pacer, 0, trainer.version)
-    assert choose(trainer.pacer, [*tickets, fresh]) is fresh
-    assert trainer.pacer.may_ask(1, trainer.version)
 
 
 # The publications after each batch: the workers that get them.

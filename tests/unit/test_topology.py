@@ -182,11 +182,6 @@ def test_workers_outside_of_run_are_refused(
     open_hosts(1).close()
 
 
-def test_slurm_takes_the_users_meeting_point() -> None:
-    launch = Launch.detect({**SLURM, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "99"})
-    assert launch.master == ("10.0.0.1", 99)
-
-
 @pytest.mark.parametrize("job", ["1", "999999", "4294901759"])
 def test_slurm_ports_are_unprivileged_and_not_ephemeral(job: str) -> None:
     master = Launch.detect({**SLURM, "SLURM_JOB_ID": job}).master

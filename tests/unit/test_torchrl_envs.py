@@ -17,9 +17,7 @@ from helpers.torchrl_checks import (
     entries,
     zoo,
 )
-from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule as Mod
-from torch import nn
 
 import distcollect as dc
 from distcollect.collectors import session
@@ -123,18 +121,6 @@ def test_a_policy_gets_entries_by_name(zoo: Any) -> None:
     assert torch.equal(batch["action"], batch["step_count"].float() / 10)
 
 
-def test_trajectories_are_cut(zoo: Any) -> None:
-    settings = {"frames_per_batch": 55, "max_frames_per_traj": 2, "reset_at_each_iter": True}
-    with dc.SyncDataCollector(zoo.Counter(batch_size=(5,)), **settings) as collector:
-        for _ in range(2):
-            batch = collector.next()
-            assert batch["observation"][..., 0].tolist() == 5 * [[i % 2 for i in range(11)]]
-            assert batch["next", "observation"][..., 0].tolist() == 5 * [
-                [1 + i % 2 for i in range(11)]
-            ]
-            assert (batch["next", "truncated"][..., 0] == (torch.arange(11) % 2 == 1)).all()
-
-
 def test_entries_without_a_shape_in_every_form_of_batch(zoo: Any) -> None:
     def collected(**options: Any) -> Any:
         with dc.SyncDataCollector([zoo.talking] * 2, frames_per_batch=12, **options) as collector:
@@ -165,27 +151,6 @@ def test_padding_keeps_the_batch_sizes_of_entries(
         assert part.names == [None, "time", None]
     lacking = ~batch["collector", "mask"]
     assert (batch["agents", "observation"][lacking] == 0).all()
-
-
-def test_seeds(zoo: Any) -> None:
-    def collect(num_envs: int, seed: int) -> TensorDictBase:
-        make = zoo.pendulum
-        with dc.SyncDataCollector(
-            make, frames_per_batch=40 * num_envs, envs_per_worker=num_envs
-        ) as collector:
-            collector.next()
-            collector.set_seed(seed)
-            return collector.next().exclude("collector").reshape(num_envs, 40)
-
-    first = collect(2, 1)
-    assert (first == collect(2, 1)).all()
-    alone = collect(1, 1)
-    assert torch.equal(first["observation"][0, 0], alone["observation"][0, 0])
-    env = zoo.pendulum()
-    env.set_seed(1)
-    assert torch.equal(env.reset()["observation"], alone["observation"][0, 0])
-    assert not torch.equal(first["observation"][0], first["observation"][1])
-    assert not torch.equal(first["observation"], collect(2, 2)["observation"])
 
 
 @pytest.mark.parametrize("is_serial", [False, True])
@@ -245,14 +210,6 @@ def test_a_frame_before_a_reset_that_raises_is_counted(zoo: Any) -> None:
     assert (stats.delivered, stats.lost) == (10, {"env_failed": 1})
     [fault] = stats.env_faults
     assert "reset() raised RuntimeError: worn out" in fault.message
-
-
-def test_an_env_given_as_it_is_cannot_be_made_anew(zoo: Any) -> None:
-    with (
-        dc.SyncDataCollector(zoo.Counter(fails_at=2), frames_per_batch=12) as collector,
-        pytest.raises(dc.EnvError, match=r"env 0 \(Counter\): step\(\) raised.*worn out"),
-    ):
-        collector.next()
 
 
 @pytest.mark.parametrize(
@@ -315,33 +272,3 @@ def test_state_that_processes_share_is_refused_for_workers(
     advice = r"can't be sent to .*: pass the function that makes the env instead of the EnvCreator"
     with pytest.raises(dc.ArgumentError, match=advice):
         dc.MultiSyncDataCollector(given, frames_per_batch=20, num_workers=2)
-
-
-def test_devices() -> None:
-    """Envs, policy and batch are each on the device that was asked for."""
-    pytest.importorskip("torchrl")
-    from torchrl.envs import GymEnv  # noqa: PLC0415
-
-    seen = []
-
-    class Policy(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(()))
-
-        def forward(self, observation: torch.Tensor) -> torch.Tensor:
-            seen.append(observation.device.type)
-            return observation[..., :1] * 0 * self.scale
-
-    with dc.SyncDataCollector(
-        lambda: GymEnv("Pendulum-v1"),
-        Policy(),
-        frames_per_batch=4,
-        env_device="cpu",
-        policy_device="cpu",
-        storing_device="meta",
-    ) as collector:
-        batch = collector.next()
-        assert collector.call("device") == {0: [torch.device("cpu")]}
-    assert batch["observation"].device.type == batch["next", "reward"].device.type == "meta"
-    assert set(seen) == {"cpu"}

@@ -36,13 +36,6 @@ def test_both_generations_of_names(newer: str, older: str) -> None:
     assert getattr(dc, newer) is getattr(dc, older)
 
 
-def test_a_distributed_sync_collector_is_sync() -> None:
-    with pytest.raises(dc.ArgumentError, match="DistributedSyncDataCollector has no sync"):
-        dc.DistributedSyncCollector(SamplingEnv, frames_per_batch=8, sync=False)
-    parameters = inspect.signature(dc.RPCDataCollector).parameters.keys()
-    assert inspect.signature(dc.DistributedSyncCollector).parameters.keys() == parameters - {"sync"}
-
-
 class TestCollector:
     """``Collector`` is a collector of this process, or selects one with workers."""
 
@@ -135,10 +128,6 @@ class TestCollector:
         with pytest.raises(error, match=message):
             dc.Collector(SamplingEnv, frames_per_batch=8, **settings)
 
-    def test_a_list_of_makers_has_one_for_each_worker(self) -> None:
-        with pytest.raises(dc.ArgumentError, match="num_collectors=3 does not match the 2 env"):
-            dc.Collector([SamplingEnv] * 2, num_collectors=3, frames_per_batch=8)
-
     def test_a_derived_class_is_made_as_it_is(self) -> None:
         class Mine(dc.Collector):
             pass
@@ -179,10 +168,6 @@ class TestAttributes:
         assert collector.getattr_env("action_space") is env.action_space
         collector.shutdown(timeout=5, close_env=True)
         assert collector.closed
-
-    def test_several_envs_are_a_list(self) -> None:
-        with make(envs_per_worker=2) as collector:
-            assert len(collector.env) == 2
 
     def test_of_the_policy_and_the_buffer(self) -> None:
         class Buffer:
@@ -259,14 +244,6 @@ class TestHooks:
         assert [calls[0], calls[2]] == ["before"] * 2
         assert calls[1] is batches[0]
         assert calls[3] is batches[1]
-
-    def test_can_be_set_later(self) -> None:
-        calls: list[TensorDict] = []
-        with make() as collector:
-            assert collector.pre_collect_hook is collector.post_collect_hook is None
-            collector.set_post_collect_hook(calls.append)
-            collector.next()
-        assert len(calls) == 1
 
 
 class TestArguments:

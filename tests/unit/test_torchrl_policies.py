@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import gymnasium as gym
-import numpy as np
 import pytest
 import torch
 from helpers.torchrl_checks import zoo
@@ -141,23 +139,6 @@ def test_a_recurrent_module(zoo: Any, has_primer: bool) -> None:
     assert trained["action"].shape == (10, 1)
 
 
-@pytest.mark.parametrize("kind", ["mean", "median"])
-@pytest.mark.parametrize("is_module", [True, False])
-def test_a_distribution_over_categories_has_no_mean(zoo: Any, is_module: bool, kind: str) -> None:
-    from torchrl.envs import GymEnv  # noqa: PLC0415
-    from torchrl.modules import OneHotCategorical, ProbabilisticActor  # noqa: PLC0415
-
-    env = GymEnv("CartPole-v1")
-    logits = Mod(nn.Linear(4, 2), ["observation"], ["logits"])
-    policy: Any = ProbabilisticActor(
-        logits, ["logits"], spec=env.action_spec, distribution_class=OneHotCategorical
-    )
-    if not is_module:
-        policy = lambda observation: torch.distributions.Categorical(logits=observation)  # noqa: E731
-    with pytest.raises(dc.PolicyError, match=rf"no {kind}; use|median is not implemented"):
-        dc.SyncDataCollector(env, policy, frames_per_batch=4, exploration_type=kind)
-
-
 def test_envs_stay_without_the_transforms_of_a_recurrent_policy(zoo: Any) -> None:
     from torchrl.modules import LSTMModule  # noqa: PLC0415
 
@@ -212,43 +193,6 @@ def test_entries_that_are_no_tensors(zoo: Any) -> None:
     assert batch["collector", "traj_ids"].tolist() == [0, 0, 0, 1]
 
 
-def test_equal_seeds_give_equal_batches(zoo: Any) -> None:
-    def collect() -> TensorDictBase:
-        with dc.SyncDataCollector(zoo.pendulum, frames_per_batch=250) as collector:
-            collector.set_seed(1)
-            return collector.next()
-
-    assert (collect() == collect()).all()
-
-
-class Bytes(gym.Env[Any, Any]):
-    """Its actions are of dtype int8."""
-
-    observation_space = gym.spaces.Box(0, 1, (1,), np.float32)
-    action_space = gym.spaces.Box(-128, 127, (1,), np.int8)
-
-    def reset(self, **kwargs: Any) -> Any:
-        """Zeros."""
-        return np.zeros(1, np.float32), {}
-
-    def step(self, action: Any) -> Any:
-        """Zeros."""
-        return np.zeros(1, np.float32), 0.0, False, False, {}
-
-
-def test_an_action_that_its_dtype_cannot_hold() -> None:
-    value = 100
-
-    def policy(observation: torch.Tensor) -> torch.Tensor:
-        return torch.full((len(observation), 1), value, dtype=torch.int32)
-
-    with dc.SyncDataCollector(Bytes, policy, frames_per_batch=2) as collector:
-        assert (collector.next()["action"] == 100).all()
-        value = 200
-        with pytest.raises(dc.PolicyError, match=r"200 in 'action'.*int8.*-128 to 127"):
-            collector.next()
-
-
 def test_a_module_with_a_parameter_that_no_entry_is_for(zoo: Any) -> None:
     class Other(nn.Module):
         def forward(self, observation: torch.Tensor, speed: torch.Tensor) -> torch.Tensor:
@@ -296,19 +240,6 @@ def test_what_a_policy_of_torchrl_takes_of_its_distribution(zoo: Any) -> None:
             collector.next()
         assert set(seen) == {wanted}
         seen.clear()
-
-
-def test_the_last_frame_of_a_row_is_truncated_even_where_it_terminated(zoo: Any) -> None:
-    with dc.SyncDataCollector(
-        lambda: zoo.GymEnv("CartPole-v1"), None, frames_per_batch=1, set_truncated=True
-    ) as collector:
-        for _ in range(40):
-            last = collector.next()["next"]
-            assert last["truncated"].all()
-            assert last["done"].all()
-            if last["terminated"].any():
-                break
-        assert last["terminated"].any()
 
 
 @pytest.mark.parametrize("batch_size", [(), (3,)])

@@ -212,17 +212,6 @@ def test_a_version_is_used_once_it_is_applied() -> None:
     assert live.version == 5
 
 
-def test_only_the_newest_is_applied() -> None:
-    net = nn.Linear(2, 2)
-    live = LiveWeights(net)
-    for version in (1, 2, 3):
-        offered(live, version, version)
-    live.apply()
-    assert live.version == 3
-    assert (net.weight == 3).all()
-    assert not live.pending
-
-
 def test_buffers_go_round() -> None:
     """Three buffers suffice for any number of versions; none is given out while in use."""
     net = nn.Linear(2, 2)
@@ -294,13 +283,6 @@ def test_a_buffer_that_could_not_be_filled_is_not_used_again() -> None:
     torn = live.spare()
     live.discard(torn)
     assert live.spare().data_ptr() != torn.data_ptr()
-
-
-def test_a_policy_without_weights() -> None:
-    live = LiveWeights(None)
-    live.commit(live.spare(), 3)
-    live.apply()
-    assert live.version == 3
 
 
 def test_two_threads_never_tear_a_version() -> None:
