@@ -1,38 +1,24 @@
-"""Handles the events of the pool one at a time, and executes what its core commands."""
+"""Hands the core of the pool one event at a time, and executes what it commands."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
 from distcollect.common.clock import clock_ns
 from distcollect.common.replies import Reply
 from distcollect.errors import EnvError
-from distcollect.pool.pool_commands import (
-    AwaitTaken,
-    Collect,
-    Command,
-    Decline,
-    Deliver,
-    Fetch,
-    Keep,
-    NoteActivity,
-    Preempt,
-    ReportDrained,
-    ReportFailure,
-    SetUp,
-    TakeBack,
-    WakeUser,
-)
+from distcollect.pool.pool_commands import Wanted
 from distcollect.pool.pool_core import PoolCore
 from distcollect.pool.worker_slots import RolloutRequest, WorkerSlot
 from distcollect.rollout.layout import Tensors
 from distcollect.roster.interfaces import FailureSink
-from distcollect.telemetry.recorder import StatsRecorder
+from distcollect.telemetry.recorder import Activity, StatsRecorder
 from distcollect.transport.pending_answers import PendingAnswer
 from distcollect.transport.protocol import Offer, Transport
 from distcollect.transport.worker_service import WorkerService
@@ -41,27 +27,28 @@ T = TypeVar("T")
 
 
 class EventLoop:
-    """The pool's only lock, the queue of its events, and the execution of commands.
+    """The pool's only lock, the queue of its events, and the :class:`.PoolCommands` of its core.
 
     Attributes:
+        core: decides what is done.
         lock: protects the core. It is reentrant, as an answer may come before the call that asks
             for it returns; no event enters the core while the core handles another.
     """
 
+    core: PoolCore  # set by whoever makes the core, which is given its loop
+
     def __init__(
         self,
-        core: PoolCore,
         transport: Transport,
         failure_sink: FailureSink,
         stats_recorder: StatsRecorder,
         *,
-        deliver: Callable[[Deliver], None],
+        deliver: Callable[[Wanted, Sequence[RolloutRequest]], None],
         wake_user: Callable[[], None],
     ) -> None:
         """Start without events.
 
         Args:
-            core: decides what is done.
             transport: see :class:`~.pool.Pool`, as for the next two.
             failure_sink: is told of workers.
             stats_recorder: what to count in.
@@ -69,94 +56,80 @@ class EventLoop:
             wake_user: wakes the user's threads that wait for anything else.
         """
         self.lock = threading.RLock()
-        self._is_draining = False
-        self._core = core
+        self._is_handling = False
+        self._failure: Exception | None = None  # the first one of what is handled now
         self._transport = transport
         self._failure_sink = failure_sink
         self._stats_recorder = stats_recorder
+        self._deliver = deliver
+        self._wake_user = wake_user
         self._events: deque[tuple[Any, ...]] = deque()  # see post()
         # Bound once: of each, one for each open rollout would be much to do for garbage collection.
         self._post = self.post
         self._post_collected = partial(self.post, self._note_collected)
         self._post_fetched = partial(self.post, self._note_fetched)
-        self._executors: dict[type[Command], Callable[[Any], object]] = {
-            Collect: self._collect,
-            Preempt: lambda it: self.call(
-                it.request.slot, WorkerService.preempt, it.request.number
-            ),
-            Fetch: self._fetch,
-            Decline: lambda it: it.offer.decline(),
-            Keep: self._keep,
-            AwaitTaken: self._await_taken,
-            TakeBack: lambda it: self.call(
-                it.request.slot, WorkerService.cancel_handover, it.request.key
-            ),
-            SetUp: self._set_up,
-            ReportFailure: self._report_failure,
-            ReportDrained: self._report_drained,
-            NoteActivity: lambda it: stats_recorder.switch_to(it.activity),
-            Deliver: deliver,
-            WakeUser: lambda _: wake_user(),
-        }
+
+    # Events.
 
     def post(self, *event: Any) -> None:
         """Have the core handle an event, after those that came before.
 
         If another thread handles events now, it handles this one too. A thread that holds the lock
-        finds it handled when this returns.
+        finds it handled when this returns, unless it is within an event.
 
         Args:
             event: a function and its arguments; one tuple, as many events may wait.
         """
         self._events.append(event)
-        # Else the thread that drains sees the event: it looks once more after it has ended.
-        if not self._is_draining:
+        # Else the thread that handles events sees it: it looks once more after it has ended.
+        if not self._is_handling:
             with self.lock:
                 self._drain()
 
     def do(self, event: Callable[..., T], *args: Any) -> T:
         """Have the core handle an event of the user's thread now; return what that returns."""
         with self.lock:
+            was_handling, self._is_handling = self._is_handling, True
             try:
                 return event(*args)
             finally:
+                self._is_handling = was_handling
                 self._drain()
 
     def _drain(self) -> None:
-        """Execute all commands and handle all events, one after the other.
+        """Handle all events, one after the other.
 
-        A transport may answer before its method returns: that answer is an event like any other,
-        and is handled when the commands before it are executed. But a rollout that comes with its
-        offer is handled at once.
+        A transport may answer before its method returns: that answer is an event like any other.
         """
-        commands, events = self._core.commands, self._events
-        failure: Exception | None = None
-        while (commands or events) and not self._is_draining:
-            self._is_draining = True
+        if self._is_handling:
+            return
+        while self._events:
+            self._is_handling = True
             try:
-                while commands or events:
-                    command = commands.popleft() if commands else None
-                    try:
-                        if command is not None:
-                            self._executors[type(command)](command)
-                        else:
-                            event = events.popleft()
-                            event[0](*event[1:])
-                    except Exception as error:  # noqa: BLE001 - raised below, after all else
-                        failure = failure or error
-                        self._not_executed(command, error)
+                while self._events:
+                    with self._going_on():
+                        event = self._events.popleft()
+                        event[0](*event[1:])
             finally:
-                self._is_draining = False
+                self._is_handling = False
+        failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
 
-    def _not_executed(self, command: Command | None, error: Exception) -> None:
-        """Have a worker replaced that may have got a call, and whose answer may never be seen."""
-        slot = command.slot if isinstance(command, SetUp) else None
-        if isinstance(command, Fetch | Keep | AwaitTaken):
-            slot = command.request.slot
-        if slot is not None:
-            self._events.append((self._core.unreachable, slot, error))
+    @contextmanager
+    def _going_on(self, slot: WorkerSlot | None = None) -> Iterator[None]:
+        """Raise an error of one event or command only after all others.
+
+        A worker, ``slot``, that may have got a call whose answer is never seen is replaced.
+        """
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - raised when all events are handled
+            self._failure = self._failure or error
+            if slot is not None:
+                self._events.append((self.core.unreachable, slot, error))
+
+    # Commands.
 
     def call(
         self, slot: WorkerSlot, method: Callable[..., Any], *args: Any, **kwargs: Any
@@ -164,49 +137,46 @@ class EventLoop:
         """Call a method of a worker's service."""
         return self._transport.call(slot.peer, method, *args, **kwargs)
 
-    def _collect(self, command: Collect) -> None:
-        failure: Exception | None = None
-        for request in command.requests:
+    def collect(self, requests: Sequence[RolloutRequest]) -> None:
+        for request in requests:
             request.asked_at = clock_ns()
-            try:
+            with self._going_on(request.slot):
                 answer = self._transport.collect(request.slot.peer, request.wire_request)
                 _then(answer, self._post_collected, request)
-            except Exception as error:  # noqa: BLE001 - raised below, after the other requests
-                failure = failure or error
-                self._events.append((self._core.unreachable, request.slot, error))
-        if failure is not None:
-            raise failure
 
     def _note_collected(self, request: RolloutRequest, answer: Reply[Offer]) -> None:
-        if self._core.closed:
+        if self.core.closed:
             return
         if (error := answer.exception()) is not None:
-            self._core.not_collected(request, error)
+            self.core.not_collected(request, error)
             return
         offer = answer.result()
         if not request.slot.is_gone:
             self._stats_recorder.collected(offer.header, request.asked_at)
-        self._core.offered(request, offer, clock_ns())
+        self.core.offered(request, offer, clock_ns())
 
-    def _fetch(self, command: Fetch) -> None:
-        command.began_at = clock_ns()
-        answer = command.offer.fetch()
-        if isinstance(answer, Reply) and answer.done():
-            # It came with its offer. The core handles no event now, so this one need not wait.
-            self._note_fetched(command, answer)
-        else:
-            _then(answer, self._post_fetched, command)
+    def preempt(self, request: RolloutRequest) -> None:
+        with self._going_on():
+            self.call(request.slot, WorkerService.preempt, request.number)
 
-    def _note_fetched(self, command: Fetch, answer: Reply[Tensors]) -> None:
-        if self._core.closed:
+    def fetch(self, request: RolloutRequest, offer: Offer) -> None:
+        request.asked_at = clock_ns()
+        with self._going_on(request.slot):
+            _then(offer.fetch(), self._post_fetched, request)
+
+    def _note_fetched(self, request: RolloutRequest, answer: Reply[Tensors]) -> None:
+        if self.core.closed:
             return
-        request = command.request
         if (error := answer.exception()) is not None:
-            self._core.not_fetched(request, error)
+            self.core.not_fetched(request, error)
             return
-        header, took_ns = command.offer.header, clock_ns() - command.began_at
+        header, took_ns = request.known_header, clock_ns() - request.asked_at
         self._stats_recorder.fetched(header.worker_id, header.num_bytes, took_ns)
-        self._core.fetched(request, answer.result())
+        self.core.fetched(request, answer.result())
+
+    def decline(self, offer: Offer) -> None:
+        with self._going_on():
+            offer.decline()
 
     def _then_either(
         self,
@@ -224,50 +194,63 @@ class EventLoop:
         failed: Callable[[BaseException], None],
         answer: Future[Any],
     ) -> None:
-        if self._core.closed:
+        if self.core.closed:
             return
         if (error := answer.exception()) is not None:
             failed(error)
         else:
             answered(answer.result())
 
-    def _keep(self, command: Keep) -> None:
-        request = command.request
-        answer = self._transport.hand_over(
-            request.slot.peer, request.number, request.key, command.keep_s
-        )
-        self._then_either(
-            answer,
-            partial(self._core.kept, request),
-            partial(self._core.not_kept, request),
-        )
+    def keep(self, request: RolloutRequest, keep_s: float) -> None:
+        with self._going_on(request.slot):
+            self._then_either(
+                self._transport.hand_over(request.slot.peer, request.number, request.key, keep_s),
+                partial(self.core.kept, request),
+                partial(self.core.not_kept, request),
+            )
 
-    def _await_taken(self, command: AwaitTaken) -> None:
-        request = command.request
-        self._then_either(
-            self.call(request.slot, WorkerService.handover_outcome, request.key),
-            lambda is_taken: self._core.taken(request, is_taken=is_taken),
-            partial(self._core.not_kept, request),
-        )
+    def await_taken(self, request: RolloutRequest) -> None:
+        with self._going_on(request.slot):
+            self._then_either(
+                self.call(request.slot, WorkerService.handover_outcome, request.key),
+                lambda is_taken: self.core.taken(request, is_taken=is_taken),
+                partial(self.core.not_kept, request),
+            )
 
-    def _set_up(self, command: SetUp) -> None:
-        self._then_either(
-            self.call(command.slot, command.method, *command.args),
-            lambda _: self._core.set_up(command.slot),
-            partial(self._core.not_set_up, command.slot),
-        )
+    def take_back(self, request: RolloutRequest) -> None:
+        with self._going_on():
+            self.call(request.slot, WorkerService.cancel_handover, request.key)
 
-    def _report_failure(self, command: ReportFailure) -> None:
-        slot, error = command.slot, command.error
-        if isinstance(error, EnvError) and error.num_env_faults:
-            self._core.requests.env_failed(slot, error.num_env_faults)
-            self._stats_recorder.env_failed(slot.worker_id, slot.incarnation, error)
-        self._failure_sink.report(
-            slot.worker_id, slot.incarnation, error, is_final=command.is_final
-        )
+    def set_up(self, slot: WorkerSlot, method: Callable[..., Any], args: Sequence[Any]) -> None:
+        with self._going_on(slot):
+            self._then_either(
+                self.call(slot, method, *args),
+                lambda _: self.core.set_up(slot),
+                partial(self.core.not_set_up, slot),
+            )
 
-    def _report_drained(self, command: ReportDrained) -> None:
-        self._failure_sink.drained(command.slot.worker_id, command.slot.incarnation)
+    def report_failure(self, slot: WorkerSlot, error: BaseException, *, is_final: bool) -> None:
+        with self._going_on():
+            if isinstance(error, EnvError) and error.num_env_faults:
+                self.core.requests.env_failed(slot, error.num_env_faults)
+                self._stats_recorder.env_failed(slot.worker_id, slot.incarnation, error)
+            self._failure_sink.report(slot.worker_id, slot.incarnation, error, is_final=is_final)
+
+    def report_drained(self, slot: WorkerSlot) -> None:
+        with self._going_on():
+            self._failure_sink.drained(slot.worker_id, slot.incarnation)
+
+    def note_activity(self, activity: Activity) -> None:
+        with self._going_on():
+            self._stats_recorder.switch_to(activity)
+
+    def deliver(self, wanted: Wanted, requests: Sequence[RolloutRequest]) -> None:
+        with self._going_on():
+            self._deliver(wanted, requests)
+
+    def wake_user(self) -> None:
+        with self._going_on():
+            self._wake_user()
 
 
 def _then(answer: PendingAnswer, callback: Callable[[Any, Any], None], about: object) -> None:

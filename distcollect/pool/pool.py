@@ -6,13 +6,13 @@ is being fetched; rollouts are delivered first come, first served, unless stalen
 
 Workers come and go. What was requested from a worker that is gone is requested from another.
 
-:class:`~.pool_core.PoolCore` decides all of it: each event is one call of it, and gives commands.
+:class:`~.pool_core.PoolCore` decides all of it: each event is one call of it, and it commands.
 :class:`Pool` and its :class:`~.event_loop.EventLoop` are the shell around it: the loop has the only
-lock, hands one event at a time to the core, and executes the commands after each. These are the
+lock, hands one event at a time to the core, and executes what it commands. These are the
 parts; each knows only those below it, and all from PoolCore on are pure::
 
     Pool            what the collector, the supervision and the sender of weights call
-      EventLoop     the lock, the queue of events, and the execution of commands
+      EventLoop     the lock, the queue of events, and the PoolCommands
     PoolCore        what the user waits for, and what may be fetched
       Scheduler     which worker is asked next, and which rollout is delivered next
       Requests      where each rollout is that was requested, with the Ledger
@@ -44,7 +44,7 @@ from distcollect.errors import (
     WorkerLost,
 )
 from distcollect.pool.event_loop import EventLoop
-from distcollect.pool.pool_commands import Deliver, Wanted
+from distcollect.pool.pool_commands import Wanted
 from distcollect.pool.pool_core import PoolCore
 from distcollect.pool.requests import origin
 from distcollect.pool.setup_calls import SetupArguments, SetupCall
@@ -124,14 +124,15 @@ class Pool:
         self._stats_recorder = stats_recorder or StatsRecorder()
         self._wait = wait
         self._waiting: list[Wakeup] = []  # of the user's threads
-        self._core = PoolCore(plan, staleness, lambda: secrets.token_hex(8), sender.acknowledged)
         self._loop = EventLoop(
-            self._core,
             transport,
             failure_sink,
             self._stats_recorder,
             deliver=self._deliver,
             wake_user=self._wake_user,
+        )
+        self._core = self._loop.core = PoolCore(
+            plan, staleness, self._loop, lambda: secrets.token_hex(8), sender.acknowledged
         )
         self._lock = self._loop.lock
         self._delivery: Delivery | None = None  # for the user's thread
@@ -363,12 +364,12 @@ class Pool:
             self._stats_recorder.batch_requested(self._core.requests.num_waiting)
         self._core.batch_wanted(wanted, keep_s)
 
-    def _deliver(self, command: Deliver) -> None:
+    def _deliver(self, wanted: Wanted, requests: Sequence[RolloutRequest]) -> None:
         rollouts = []
-        if command.wanted is not Wanted.REFERENCE:
-            taken = [request.take_rollout() for request in command.requests]
+        if wanted is not Wanted.REFERENCE:
+            taken = [request.take_rollout() for request in requests]
             rollouts = sorted(taken, key=lambda rollout: origin(rollout.header))
-        self._delivery = Delivery(command.requests, rollouts)
+        self._delivery = Delivery(requests, rollouts)
         self._wake_user()
 
     def _cancel(self) -> tuple[Delivery | None, str]:

@@ -1,15 +1,14 @@
-"""The commands that the core of the pool gives its shell, see :mod:`.pool_core`.
+"""What the core of the pool commands its shell, see :mod:`.pool_core`.
 
-They are not frozen, though nobody changes one: that would make each take three times as long to
-make, and there are two for each rollout.
+A command only sets something going. What comes of it, even at once, is an event for the core after
+the one that it handles now.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import Enum
-from typing import Any, TypeAlias
+from typing import Any, Protocol
 
 from distcollect.pool.worker_slots import RolloutRequest, WorkerSlot
 from distcollect.telemetry.recorder import Activity
@@ -30,126 +29,47 @@ class Wanted(Enum):
     REFERENCE = "reference"
 
 
-@dataclass(slots=True)
-class Collect:
-    """Request rollouts; each is answered by ``offered`` or ``not_collected``.
+class PoolCommands(Protocol):
+    """Executes what the core of the pool decides; none of its methods raises an Exception."""
 
-    It is one command for all workers of a sync batch: garbage collection looks at each object.
-    """
+    def collect(self, requests: Sequence[RolloutRequest]) -> None:
+        """Request rollouts; each is answered by ``offered`` or ``not_collected``."""
 
-    requests: list[RolloutRequest]
+    def preempt(self, request: RolloutRequest) -> None:
+        """Tell a worker to end this rollout early."""
 
+    def fetch(self, request: RolloutRequest, offer: Offer) -> None:
+        """Move a rollout here; answered by ``fetched`` or ``not_fetched``."""
 
-@dataclass(slots=True)
-class Preempt:
-    """Tell a worker to end this rollout early."""
+    def decline(self, offer: Offer) -> None:
+        """Tell a worker that a rollout is not fetched, or not used."""
 
-    request: RolloutRequest
+    def keep(self, request: RolloutRequest, keep_s: float) -> None:
+        """Have a worker keep a rollout for another trainer; answered by ``kept``, ``not_kept``."""
 
+    def await_taken(self, request: RolloutRequest) -> None:
+        """Learn whether another trainer took a rollout; answered by ``taken`` or ``not_kept``."""
 
-@dataclass(slots=True)
-class Fetch:
-    """Move a rollout here; answered by ``fetched`` or ``not_fetched``.
+    def take_back(self, request: RolloutRequest) -> None:
+        """Tell a worker to keep a rollout no longer."""
 
-    Attributes:
-        began_at: when the shell did it, in nanoseconds.
-    """
+    def set_up(self, slot: WorkerSlot, method: Callable[..., Any], args: Sequence[Any]) -> None:
+        """Call a method of a new worker's service; answered by ``set_up`` or ``not_set_up``."""
 
-    request: RolloutRequest
-    offer: Offer
-    began_at: int = 0
+    def report_failure(self, slot: WorkerSlot, error: BaseException, *, is_final: bool) -> None:
+        """Tell the supervision that a worker failed at what it was asked for.
 
+        ``is_final``: so did all processes, so that the run ends.
+        """
 
-@dataclass(slots=True)
-class Decline:
-    """Tell a worker that a rollout is not fetched, or not used."""
+    def report_drained(self, slot: WorkerSlot) -> None:
+        """Tell the supervision that a worker that is to leave owes nothing any more."""
 
-    offer: Offer
+    def note_activity(self, activity: Activity) -> None:
+        """The user's thread waits for something else from now on."""
 
+    def deliver(self, wanted: Wanted, requests: Sequence[RolloutRequest]) -> None:
+        """Give the user what it waits for: these requests, in the order of their arrival."""
 
-@dataclass(slots=True)
-class Keep:
-    """Have a worker keep a rollout for another trainer; answered by ``kept`` or ``not_kept``."""
-
-    request: RolloutRequest
-    keep_s: float
-
-
-@dataclass(slots=True)
-class AwaitTaken:
-    """Learn whether another trainer took a rollout; answered by ``taken`` or ``not_kept``."""
-
-    request: RolloutRequest
-
-
-@dataclass(slots=True)
-class TakeBack:
-    """Tell a worker to keep a rollout no longer."""
-
-    request: RolloutRequest
-
-
-@dataclass(slots=True)
-class SetUp:
-    """Call a method of a new worker's service; answered by ``set_up`` or ``not_set_up``."""
-
-    slot: WorkerSlot
-    method: Callable[..., Any]
-    args: Sequence[Any]
-
-
-@dataclass(slots=True)
-class ReportFailure:
-    """Tell the supervision that a worker failed at what it was asked for.
-
-    Attributes:
-        is_final: so did all processes, so that the run ends.
-    """
-
-    slot: WorkerSlot
-    error: BaseException
-    is_final: bool
-
-
-@dataclass(slots=True)
-class ReportDrained:
-    """Tell the supervision that a worker that is to leave owes nothing any more."""
-
-    slot: WorkerSlot
-
-
-@dataclass(slots=True)
-class NoteActivity:
-    """The user's thread waits for something else from now on."""
-
-    activity: Activity
-
-
-@dataclass(slots=True)
-class Deliver:
-    """Give the user what it waits for: these requests, in the order of their arrival."""
-
-    wanted: Wanted
-    requests: list[RolloutRequest]
-
-
-@dataclass(slots=True)
-class WakeUser:
-    """Wake the user's threads that wait for a worker, for setup calls, or for the end."""
-
-
-Command: TypeAlias = (
-    Collect
-    | Preempt
-    | Fetch
-    | Decline
-    | Keep
-    | AwaitTaken
-    | TakeBack
-    | SetUp
-    | ReportFailure
-    | ReportDrained
-    | NoteActivity
-    | Deliver
-    | WakeUser
-)
+    def wake_user(self) -> None:
+        """Wake the user's threads that wait for a worker, for setup calls, or for the end."""

@@ -1,7 +1,7 @@
-"""The decisions of the pool: each event becomes a list of commands.
+"""The decisions of the pool: each event leads to commands.
 
 Pure: no clock, no thread, no socket. :class:`~.pool.Pool` calls one method of :class:`PoolCore` for
-each event and then executes the commands. Answers of workers come back as further events.
+each event, which calls :class:`.PoolCommands`. Answers of workers come back as further events.
 
 An event changes what is known of a worker (:mod:`.worker_slots`) or of a rollout
 (:mod:`.requests`). Then one function, :meth:`PoolCore._decide`, looks at the whole state.
@@ -9,7 +9,6 @@ An event changes what is known of a worker (:mod:`.worker_slots`) or of a rollou
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from math import ceil
 from typing import Any
@@ -17,18 +16,7 @@ from typing import Any
 from distcollect.config import Staleness
 from distcollect.errors import WorkerLost
 from distcollect.pool.first_failures import FirstFailures
-from distcollect.pool.pool_commands import (
-    AwaitTaken,
-    Collect,
-    Command,
-    Deliver,
-    NoteActivity,
-    ReportDrained,
-    ReportFailure,
-    TakeBack,
-    WakeUser,
-    Wanted,
-)
+from distcollect.pool.pool_commands import PoolCommands, Wanted
 from distcollect.pool.requests import Requests
 from distcollect.pool.schedulers import (
     InTurnScheduler,
@@ -59,7 +47,6 @@ class PoolCore:
     """Requests rollouts from workers, fetches them, and says when the user's batch is there.
 
     Attributes:
-        commands: what is to be done, in this order; whoever does it removes it.
         closed: events are ignored, but for the accounts of processes that ended.
         wanted: what the user's thread waits for.
         slots: the worker processes.
@@ -71,6 +58,7 @@ class PoolCore:
         self,
         plan: BatchPlan,
         staleness: Staleness | None,
+        commands: PoolCommands,
         make_key: Callable[[], str],
         acknowledged: Callable[[int], int],
     ) -> None:
@@ -79,10 +67,11 @@ class PoolCore:
         Args:
             plan: what is to be collected.
             staleness: which frames are too old, and what becomes of them.
+            commands: executes what is decided.
             make_key: makes keys for rollouts that other trainers may take; no two are the same.
             acknowledged: gives the newest version of the weights that a worker has.
         """
-        self.commands: deque[Command] = deque()
+        self._commands = commands
         self.closed = False
         self.versions = SentVersions(acknowledged)
         self.slots = WorkerSlots(plan.reserved)
@@ -91,14 +80,12 @@ class PoolCore:
         self._pacer: Pacer | None = None
         if staleness is not None and staleness.mode == "pace" and not (plan.sync or plan.in_turn):
             self._pacer = Pacer(staleness.max_policy_lag, self.versions)
-        self.requests = Requests(
-            plan, self.slots, self.versions, self.commands.append, pacer=self._pacer
-        )
+        self.requests = Requests(plan, self.slots, self.versions, commands, pacer=self._pacer)
         self._scheduler = self._make_scheduler(plan)
         self.slots.may_ask = self._scheduler.may_ask
         self._plan = plan
         self._make_key = make_key
-        self._setup_calls = SetupCalls(self.slots, self.commands.append)
+        self._setup_calls = SetupCalls(self.slots, commands)
         self._resumed_frames = 0
         self._is_closing = False
         self._checked = 0  # the publications when rollouts were last checked for staleness
@@ -200,13 +187,13 @@ class PoolCore:
     def set_up(self, slot: WorkerSlot, error: BaseException | None = None) -> None:
         """A worker has answered a setup call."""
         if self._setup_calls.answered(slot, error):
-            self.commands.append(WakeUser())
+            self._commands.wake_user()
         self._wake_if_serving(slot)
         self._decide()
 
     def _wake_if_serving(self, slot: WorkerSlot) -> None:
         if slot.state is SlotState.SERVING:
-            self.commands.append(WakeUser())  # it may need a worker, whichever comes
+            self._commands.wake_user()  # it may need a worker, whichever comes
 
     def not_set_up(self, slot: WorkerSlot, error: BaseException) -> None:
         """A worker failed at a setup call: it may be half set up, and is replaced."""
@@ -215,7 +202,7 @@ class PoolCore:
 
     def _forget_setup(self, slot: WorkerSlot) -> None:
         if self._setup_calls.gone(slot):
-            self.commands.append(WakeUser())
+            self._commands.wake_user()
 
     # Events: answers about rollouts.
 
@@ -247,7 +234,7 @@ class PoolCore:
     def kept(self, request: RolloutRequest, held: Any) -> None:
         """A worker keeps a rollout for another trainer, which fetches it by ``held``."""
         self.requests.keeps(request, held)
-        self.commands.append(AwaitTaken(request))
+        self._commands.await_taken(request)
         self._decide()
 
     def taken(self, request: RolloutRequest, *, is_taken: bool) -> None:
@@ -273,7 +260,7 @@ class PoolCore:
             self.slots.refresh(slot)
             collecting = set(self.slots.worker_ids) - self._plan.reserved
             is_final = self._first_failures.is_final(slot, error, collecting)
-            self.commands.append(ReportFailure(slot, error, is_final))
+            self._commands.report_failure(slot, error, is_final=is_final)
 
     # Events: what the user wants.
 
@@ -319,7 +306,7 @@ class PoolCore:
             # Nobody gets the reference to it, so that another one is to be collected.
             self.requests.ask_again()
             if request.state is RolloutState.REFERRED:
-                self.commands.append(TakeBack(request))
+                self._commands.take_back(request)
         if cause is not None:
             self._decide()
 
@@ -335,14 +322,15 @@ class PoolCore:
         """Learn which of the rollouts that other trainers may still take were taken."""
         self._is_closing = True
         self._untaken = "shut_down"
-        self.commands.extend(TakeBack(request) for request in self.requests.kept)
+        for request in self.requests.kept:
+            self._commands.take_back(request)
 
     def close(self) -> None:
         """Nothing more is requested or delivered."""
         if not self.closed:
             self.closed = True
             self.requests.close()
-            self.commands.append(WakeUser())
+            self._commands.wake_user()
 
     def account(self, worker_id: int, incarnation: int, cause: str, stepped: int | None) -> None:
         """A process is gone for ``cause`` and had stepped this many frames; None: not known."""
@@ -368,12 +356,12 @@ class PoolCore:
         if self.slots.leaving:
             self._let_go()
         if self._is_closing and not self.requests.num_kept:
-            self.commands.append(WakeUser())
+            self._commands.wake_user()
         if wanted is not None and delivered:
-            self.commands.append(Deliver(wanted, delivered))  # at last: the user runs at once
+            self._commands.deliver(wanted, delivered)  # at last: the user runs at once
         elif self.wanted is not None and (activity := self._waits_for()) != self._activity:
             self._activity = activity
-            self.commands.append(NoteActivity(activity))
+            self._commands.note_activity(activity)
 
     def _give_up_stale(self, max_lag: int) -> None:
         # Lags grow only when versions are sent.
@@ -399,7 +387,7 @@ class PoolCore:
         """Say which of the workers that are to leave owe nothing any more."""
         for slot in [slot for slot in self.slots.leaving if not slot.owes_rollouts]:
             self.slots.become(slot, SlotState.DRAINED)
-            self.commands.append(ReportDrained(slot))
+            self._commands.report_drained(slot)
 
     def _end_early_if_enough(self) -> None:
         share = self._plan.preemptive_threshold
@@ -412,7 +400,7 @@ class PoolCore:
         """Request rollouts from all workers that may be asked for one."""
         slots = self._scheduler.next_workers(is_awaited=self.wanted is not None)
         if requests := [self.requests.request(slot) for slot in slots]:
-            self.commands.append(Collect(requests))
+            self._commands.collect(requests)
             if self._ends_early:
                 self.requests.preempt_all()
 

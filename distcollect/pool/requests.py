@@ -1,19 +1,18 @@
 """Every rollout that was requested: where it is, and at its end what became of it.
 
 Pure bookkeeping. One function changes where a rollout is; all else (who collects, what waits for
-delivery, whose memory is free) follows from that. What is to be done for it goes into a list of
-commands.
+delivery, whose memory is free) follows from that.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import chain
 from math import ceil
 
 from distcollect.pool.ledger import Ledger
-from distcollect.pool.pool_commands import Command, Decline, Fetch, Keep, Preempt
+from distcollect.pool.pool_commands import PoolCommands
 from distcollect.pool.staleness import Pacer, SentVersions
 from distcollect.pool.worker_slots import (
     WAITING,
@@ -64,7 +63,7 @@ class Requests:
         plan: BatchPlan,
         slots: WorkerSlots,
         versions: SentVersions,
-        commands: Callable[[Command], None],
+        commands: PoolCommands,
         *,
         pacer: Pacer | None = None,
     ) -> None:
@@ -74,7 +73,7 @@ class Requests:
             plan: what a rollout is.
             slots: the workers.
             versions: which weights were sent to which worker.
-            commands: called with each command.
+            commands: executes what is to be done.
             pacer: knows the rollouts that are out, if it decides how many may be.
         """
         self.stale_frames: dict[int, int] = {}
@@ -194,13 +193,13 @@ class Requests:
         """End the rollouts that are still collected."""
         for request in list(self.among[_R.COLLECTING]):
             self._become(request, _R.PREEMPTED)
-            self._commands(Preempt(request))
+            self._commands.preempt(request)
 
     def offered(self, request: RolloutRequest, offer: Offer, now: int) -> None:
         """It lies on its worker since ``now``, in nanoseconds."""
         slot, header, before = request.slot, offer.header, request.state
         if before is _R.GIVEN_UP:  # when its worker was lost
-            self._commands(Decline(offer))
+            self._commands.decline(offer)
             return
         self._ledger.announce(
             slot.worker_id,
@@ -236,7 +235,7 @@ class Requests:
         """It is moved here."""
         assert request.offer is not None
         self._become(request, _R.FETCHING)
-        self._commands(Fetch(request, request.offer))
+        self._commands.fetch(request, request.offer)
         request.offer = None
 
     def fetched(self, request: RolloutRequest, tensors: Tensors) -> None:
@@ -261,8 +260,8 @@ class Requests:
         assert request.offer is not None
         request.key = key
         self._become(request, _R.KEEPING)
-        self._commands(Decline(request.offer))
-        self._commands(Keep(request, keep_s))
+        self._commands.decline(request.offer)
+        self._commands.keep(request, keep_s)
         request.offer = None
 
     def keeps(self, request: RolloutRequest, held: object) -> None:
@@ -316,7 +315,7 @@ class Requests:
             if cause == "stale":
                 self.stale_frames[request.worker_id] += header.num_frames
         if request.offer is not None:
-            self._commands(Decline(request.offer))
+            self._commands.decline(request.offer)
         request.offer = request.tensors = None
         if was_referred:
             return  # it was the user's

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from distcollect.errors import WorkerLost
-from distcollect.pool.pool_commands import Command, SetUp
+from distcollect.pool.pool_commands import PoolCommands
 from distcollect.pool.worker_slots import SlotState, WorkerSlot, WorkerSlots
 
 # From a worker's process to the arguments of a setup call for it.
@@ -41,12 +41,12 @@ class SetupCall:
 class SetupCalls:
     """The setup calls of a pool."""
 
-    def __init__(self, slots: WorkerSlots, commands: Callable[[Command], None]) -> None:
+    def __init__(self, slots: WorkerSlots, commands: PoolCommands) -> None:
         """Start without any.
 
         Args:
             slots: the workers.
-            commands: called with each command.
+            commands: executes the calls.
         """
         self._slots = slots
         self._commands = commands
@@ -86,7 +86,7 @@ class SetupCalls:
             return
         method = next(iter(slot.setup_calls))
         slot.setup_call, values = slot.setup_calls.pop(method)
-        self._commands(SetUp(slot, method, values))
+        self._commands.set_up(slot, method, values)
 
     def answered(self, slot: WorkerSlot, error: BaseException | None = None) -> bool:
         """A worker has answered its call; returns whether that was the last answer awaited."""

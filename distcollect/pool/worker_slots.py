@@ -196,7 +196,7 @@ class RolloutRequest(StalenessTicket):
         slot: the worker's process.
         number: which of that process's rollouts, counted from 0.
         wire_request: what is sent to the worker.
-        asked_at: when that was, in nanoseconds.
+        asked_at: when its worker was asked to collect it, and later for its data; in nanoseconds.
         header: once the worker has collected it.
         offer: while it lies on its worker.
         tensors: while it is on the trainer and not the user's.

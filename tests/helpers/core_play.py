@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from distcollect.config import Staleness
-from distcollect.pool.pool_commands import (
-    Collect,
-    Decline,
-    Deliver,
-    Fetch,
-    Preempt,
-    ReportDrained,
-    SetUp,
-    Wanted,
-)
+from distcollect.pool.pool_commands import PoolCommands, Wanted
 from distcollect.pool.pool_core import PoolCore
 from distcollect.pool.worker_slots import BatchPlan, RolloutRequest, WorkerSlot
 from distcollect.rollout.header import Header
@@ -41,7 +33,7 @@ class ReadyRollout:
         self.declined = True
 
 
-class Play:
+class Play(PoolCommands):
     """A pool's core, and workers that do nothing by themselves.
 
     Attributes:
@@ -58,7 +50,7 @@ class Play:
         self, plan: BatchPlan, num_workers: int, *, staleness: Staleness | None = None
     ) -> None:
         self.has: dict[int, int] = {}  # worker_id to the version that it has
-        self.core = PoolCore(plan, staleness, lambda: "", lambda w: self.has.get(w, 0))
+        self.core = PoolCore(plan, staleness, self, lambda: "", lambda w: self.has.get(w, 0))
         self.asked: list[int] = []
         self.open: list[RolloutRequest] = []
         self.fetching: list[RolloutRequest] = []
@@ -71,30 +63,33 @@ class Play:
         for worker_id in range(num_workers):
             self.join(worker_id)
 
-    def execute(self) -> None:
-        """Note all commands; nothing comes of them until the test says so."""
-        while self.core.commands:
-            match self.core.commands.popleft():
-                case Collect(requests):
-                    self.open += requests
-                    self.asked += [request.worker_id for request in requests]
-                case Fetch(request):
-                    self.fetching.append(request)
-                case Decline(offer):
-                    offer.decline()
-                case Deliver(_, requests):
-                    self.delivered.append([request.worker_id for request in requests])
-                case Preempt(request):
-                    self.preempted.append(request.worker_id)
-                case SetUp(slot, method, args):
-                    self.slot_of[slot.worker_id] = slot
-                    self.called.append((slot.worker_id, method.__name__, *args))
-                case ReportDrained(slot):
-                    self.drained.append((slot.worker_id, slot.incarnation))
+    # Commands are noted; nothing comes of them until the test says so.
+
+    def collect(self, requests: Sequence[RolloutRequest]) -> None:
+        self.open += requests
+        self.asked += [request.worker_id for request in requests]
+
+    def fetch(self, request: RolloutRequest, offer: Offer) -> None:
+        self.fetching.append(request)
+
+    def decline(self, offer: Offer) -> None:
+        offer.decline()
+
+    def deliver(self, wanted: Wanted, requests: Sequence[RolloutRequest]) -> None:
+        self.delivered.append([request.worker_id for request in requests])
+
+    def preempt(self, request: RolloutRequest) -> None:
+        self.preempted.append(request.worker_id)
+
+    def set_up(self, slot: WorkerSlot, method: Callable[..., Any], args: Sequence[Any]) -> None:
+        self.slot_of[slot.worker_id] = slot
+        self.called.append((slot.worker_id, method.__name__, *args))
+
+    def report_drained(self, slot: WorkerSlot) -> None:
+        self.drained.append((slot.worker_id, slot.incarnation))
 
     def take(self, noted: list[Any]) -> list[Any]:
         """What one of the lists has, which is empty then."""
-        self.execute()
         taken = noted.copy()
         noted.clear()
         return taken
@@ -108,21 +103,17 @@ class Play:
     def want(self) -> list[int] | None:
         """The user asks for a batch; whose rollouts it gets, if they are there."""
         self.core.batch_wanted(self.wanted)
-        self.execute()
         return self.delivered.pop() if self.delivered else None
 
     def join(self, worker_id: int, incarnation: int = 0) -> None:
         self.core.worker_joined(worker_id, incarnation, 10 * worker_id + incarnation, 0)
-        self.execute()
 
     def lose(self, worker_id: int, *, replaced: bool) -> None:
         self.open = [request for request in self.open if request.worker_id != worker_id]
         self.core.worker_lost(worker_id, 0, replaced=replaced)
-        self.execute()
 
     def leave(self, worker_id: int) -> None:
         self.core.worker_leaving(worker_id, 0)
-        self.execute()
 
     def publish(self, version: int, worker_ids: list[int]) -> None:
         self.core.published(version, worker_ids)
@@ -130,7 +121,6 @@ class Play:
     def acknowledge(self, worker_id: int, version: int) -> None:
         self.has[worker_id] = version
         self.core.acknowledged(worker_id)
-        self.execute()
 
     def finish(self, worker_id: int, version: int = 0) -> ReadyRollout:
         """A worker's oldest rollout lies on it."""
@@ -139,14 +129,12 @@ class Play:
         ready = ReadyRollout(request, version)
         offer: Offer = ready  # type: ignore[assignment]
         self.core.offered(request, offer, 1)
-        self.execute()
         return ready
 
     def arrive(self) -> None:
         """All that is on its way arrives."""
         while self.fetching:
             self.core.fetched(self.fetching.pop(0), [])
-            self.execute()
 
     def come(self, worker_id: int, version: int = 0) -> ReadyRollout:
         """A worker's oldest rollout lies on it, and arrives if it is fetched."""

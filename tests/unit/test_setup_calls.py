@@ -23,7 +23,6 @@ def answer(play: Play, worker_id: int, error: Exception | None = None) -> None:
         play.core.set_up(slot)
     else:
         play.core.not_set_up(slot, error)
-    play.execute()
 
 
 def test_a_worker_gets_one_call_after_the_other_and_the_newest_of_each_method() -> None:
@@ -53,7 +52,6 @@ def test_a_worker_gets_the_call_when_its_rollout_is_over() -> None:
     play = Play(SYNC, 1)
     play.want()
     play.core.setup_call_begun(seed, lambda _: (1,))
-    play.execute()
     assert (play.preempted, play.called) == ([0], [])
     assert play.finish(0).declined, "it is from before the call"
     assert play.called == [(0, "seed", 1)]
@@ -79,7 +77,6 @@ def test_workers_that_join_do_not_get_a_call_that_failed(before: bool) -> None:
     play = Play(SYNC, 2)
     if before:
         play.core.setup_call_begun(seed, lambda _: ("before",))
-        play.execute()
         answer(play, 0)
         answer(play, 1)
     call = play.core.setup_call_begun(seed, lambda _: ("bad",))
