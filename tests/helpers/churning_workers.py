@@ -53,7 +53,7 @@ class ChurningWorkers(LoopbackWorkers):
     def leave(self, worker_id: int) -> None:
         """The worker is preempted soon: it delivers what it has, and leaves."""
         incarnation = self.incarnations[worker_id]
-        self._supervision.submit(lambda: self._observer.leave(worker_id, incarnation))
+        self._supervision.submit(lambda: self.observer.leave(worker_id, incarnation))
 
     def grow(self, worker_id: int) -> None:
         """A worker joins soon."""
@@ -66,7 +66,7 @@ class ChurningWorkers(LoopbackWorkers):
         if isinstance(error, WorkerLost):  # else it is a fault of the package
             self._supervision.submit(self._lose, worker_id, incarnation, "worker_lost", True)
         else:
-            self._observer.fail(error)
+            self.observer.fail(error)
 
     def drained(self, worker_id: int, incarnation: int) -> None:
         self._supervision.submit(self._lose, worker_id, incarnation, "left", False)
@@ -78,10 +78,10 @@ class ChurningWorkers(LoopbackWorkers):
         self.transport.disconnect(self.peers.pop(worker_id))
         self.num_present -= 1
         self.states[worker_id] = WorkerState.LOST
-        self._observer.lose(worker_id, incarnation, replaced=replaced)
+        self.observer.lose(worker_id, incarnation, replaced=replaced)
         worker.stop()
         self._thread_of[worker_id].join(60)
-        self._observer.account(worker_id, incarnation, cause, worker.counter.stepped)
+        self.observer.account(worker_id, incarnation, cause, worker.counter.stepped)
         if replaced:
             self.incarnations[worker_id] += 1
             self._join(worker_id, self.incarnations[worker_id])
@@ -101,7 +101,7 @@ class ChurningWorkers(LoopbackWorkers):
         self.services[worker_id], self.peers[worker_id] = worker, peer
         self.num_present += 1
         self.states[worker_id] = WorkerState.READY
-        self._observer.join(worker_id, incarnation, peer)
+        self.observer.join(worker_id, incarnation, peer)
 
     def close(self) -> None:
         self.settle()
@@ -109,7 +109,7 @@ class ChurningWorkers(LoopbackWorkers):
         super().close()
         for worker_id, worker in services.items():
             stepped = worker.counter.stepped
-            self._observer.account(worker_id, self.incarnations[worker_id], "shut_down", stepped)
+            self.observer.account(worker_id, self.incarnations[worker_id], "shut_down", stepped)
         self._supervision.close()
 
 

@@ -66,14 +66,14 @@ class LoopbackWorkers:
         assert self.num_present
 
     def attach(self, observer: MembershipObserver) -> None:
-        self._observer = observer
+        self.observer = observer
         for worker_id, peer in self.peers.items():
             observer.join(worker_id, 0, peer)
 
     def report(
         self, worker_id: int, incarnation: int, error: BaseException, *, is_final: bool = False
     ) -> None:
-        self._observer.fail(error)
+        self.observer.fail(error)
 
     def drained(self, worker_id: int, incarnation: int) -> None:
         raise AssertionError("nobody leaves here")
@@ -85,6 +85,11 @@ class LoopbackWorkers:
         for thread in self._threads:
             thread.join(timeout=10)
             assert not thread.is_alive(), f"{thread.name} goes on after stop()"
+
+
+def workers_of(collector: Any) -> Any:
+    """Return the workers of a collector that :func:`loopback_collector` has made."""
+    return collector._session.workers
 
 
 def loopback_collector(

@@ -13,7 +13,7 @@ import torch
 from gymnasium.vector import AutoresetMode
 from helpers.churning_workers import ChurningWorkers, churning_collector
 from helpers.levels_env import Acts, Levels, T, check_random_numbers
-from helpers.loopback_pool import loopback_collector
+from helpers.loopback_pool import loopback_collector, workers_of
 from helpers.waiting import eventually
 
 import distcollect as dc
@@ -217,7 +217,6 @@ class TestEvaluationWorkers:
             for _ in range(4):
                 collector.next()
             assert collector.policy_version == 3
-            assert collector._session.pool._core.versions.newest(1) == 3
             eventually(lambda: any(e.policy_version[0] == 3 for e in collector.evaluations))
 
     def test_somebody_has_to_collect(self) -> None:
@@ -236,11 +235,12 @@ def test_an_evaluation_waits_for_a_worker_that_is_being_replaced() -> None:
 
     with churning_collector(Levels, frames_per_batch=T, num_workers=1) as collector:
         with patch.object(ChurningWorkers, "_join", join_late):
-            collector._session.workers.kill(0)
-            eventually(lambda: not collector._session.pool.present)
+            workers = workers_of(collector)
+            workers.kill(0)
+            eventually(lambda: not workers.observer.present)
             threading.Timer(0.1, may_join.set).start()
             assert len(collector.evaluate(2, timeout_s=60).returns) == 2
-        assert collector._session.workers.incarnations == {0: 1}
+        assert workers.incarnations == {0: 1}
 
 
 def test_an_evaluation_waits_for_nobody_if_only_evaluation_workers_are_left() -> None:
@@ -251,7 +251,8 @@ def test_an_evaluation_waits_for_nobody_if_only_evaluation_workers_are_left() ->
         evaluation=dc.EvaluationWorkers(num_workers=1, num_episodes=1),
     ) as collector:
         collector.next()
-        collector._session.workers.leave(0)
-        eventually(lambda: collector._session.pool.worker_ids == (1,))
+        workers = workers_of(collector)
+        workers.leave(0)
+        eventually(lambda: workers.observer.worker_ids == (1,))
         with pytest.raises(dc.WorkerLost, match="no worker is there"):
             collector.evaluate(2, timeout_s=1e6)  # longer than the test may take

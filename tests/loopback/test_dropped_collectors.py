@@ -10,7 +10,7 @@ from typing import Any
 import gymnasium as gym
 import pytest
 import torch
-from helpers.loopback_pool import loopback_collector
+from helpers.loopback_pool import loopback_collector, workers_of
 from helpers.waiting import eventually
 from tensordict import TensorDict
 
@@ -39,7 +39,7 @@ def test_an_argument_that_refers_to_the_collector(monkeypatch: pytest.MonkeyPatc
     trainer.collector.next()
     assert trainer.batches == 1
     collector = weakref.ref(trainer.collector)
-    workers: Any = trainer.collector._session.workers
+    workers = workers_of(trainer.collector)
     closed = threading.Event()
     close, workers.close = workers.close, lambda: (close(), closed.set())
     del trainer

@@ -124,6 +124,9 @@ FRAMES = st.one_of(
     st.integers(0, len(OPENING)).map(lambda n: OPENING[:n]),
     st.builds(lambda mac: to_bytes(Proof(mac)), st.text(max_size=70)),
     JSON.map(lambda value: repr(value).replace("'", '"').encode()),
+    st.sampled_from(
+        [b'"\xff\xfe"', b'{"token": "\\ud800"}', b'{"versions": 5}', b"GET / HTTP/1.1\r\n"]
+    ),
     st.sampled_from([b"[" * 4000, b'{"message":"Opening","versions":{},"nonce":""}', b"9" * 4000]),
 )
 ACTS = st.one_of(

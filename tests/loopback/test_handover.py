@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.counting_envs import CountingMaker
-from helpers.loopback_pool import LoopbackWorkers, loopback_collector
+from helpers.loopback_pool import loopback_collector, workers_of
 from helpers.policies import ShownWeight
 from tensordict import TensorDict
 
@@ -30,12 +30,6 @@ STEPS = 50
 def make(**options: Any) -> dc.RPCDataCollector:
     arguments = {"frames_per_batch": 2 * STEPS, "envs_per_worker": 2, "num_workers": 1, **options}
     return loopback_collector(CountingMaker(), **arguments)
-
-
-def workers_of(collector: dc.RPCDataCollector) -> LoopbackWorkers:
-    workers = collector._session.workers
-    assert isinstance(workers, LoopbackWorkers)
-    return workers
 
 
 def settled(collector: dc.RPCDataCollector, condition: Callable[[dc.Frames], bool]) -> dc.Frames:
@@ -157,7 +151,7 @@ def test_one_whose_worker_dies_is_lost(collector: dc.RPCDataCollector) -> None:
     reference = collector.hand_over(SOON_S)
     workers = workers_of(collector)
     workers.transport.disconnect(workers.peers[0])
-    collector._session.pool.lose(0, 0, replaced=True)
+    workers.observer.lose(0, 0, replaced=True)
     assert settled(collector, lambda total: bool(total.lost)).lost["worker_lost"] >= 2 * STEPS
     with pytest.raises(dc.RolloutGone, match=r"worker 0: .*process has ended"):
         collector.take_over(reference, SOON_S)
@@ -265,7 +259,7 @@ def test_a_worker_that_does_not_answer_is_named(
 
 def test_memory_that_is_shared_can_be_sent_as_well(collector: dc.RPCDataCollector) -> None:
     """The giving trainer may be on the worker's host, and the taking one on another."""
-    layout = collector._session.layout
+    layout = workers_of(collector).worker_infos[0].layout
     shared, plain = Slab(layout, 3, shared=True), Slab(layout, 3)
     for slab in (shared, plain):
         slab.clear()

@@ -236,27 +236,6 @@ class Buffer:
         assert len({*frames}) == len(frames), frames
 
 
-def test_a_batch_that_fails_on_its_way_is_not_delivered() -> None:
-    """The ledger counts what the user has, also while a batch is lost on its way."""
-    failing = [True, False, False]
-
-    def postproc(batch: TensorDict) -> TensorDict:
-        if failing.pop(0):
-            raise ValueError("no batch")
-        return batch
-
-    user = User(sync=True, postproc=postproc)
-    with user.collector as collector:
-        with pytest.raises(ValueError, match="no batch"):
-            collector.next()
-        assert collector.ledger.total.delivered == collector.ledger.total.open == 0
-        assert collector.ledger.total.lost == {"given_up": 6}
-        for _ in range(2):
-            user.next()
-            assert collector.ledger.total.delivered == user.received
-    user.end()
-
-
 def test_a_replay_buffer_gets_each_frame_once() -> None:
     """A batch whose delivery was interrupted is added by the next call."""
     buffer = Buffer()

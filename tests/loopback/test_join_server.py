@@ -10,7 +10,6 @@ import threading
 
 import pytest
 from helpers.join_server import (
-    SOON_S,
     TOKEN,
     WELCOME,
     Connect,
@@ -32,7 +31,6 @@ from distcollect.net.messages import (
     PROTOCOL,
     Exited,
     Goodbye,
-    Kill,
     Refused,
     SupervisorHello,
     TrainerAddress,
@@ -171,35 +169,6 @@ def test_an_older_trainer_is_recognised(connect: Connect) -> None:
         connect(port=listener.port).join(hello(), TOKEN)
 
 
-# The fuzzer sends noise of other kinds.
-GARBAGE = {
-    "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
-    "oversized": frame(b"", length=2**31),
-    "not utf-8": frame(b'"\xff\xfe"'),
-    "null": frame(b"null"),
-    "nested": frame(b"[" * 100_000),
-    "a token that is no text": frame(b'{"token": 1}'),
-    "a surrogate": frame(b'{"token": "\\ud800"}'),
-    "versions that are no object": frame(b'{"token": "a token", "versions": 5}'),
-}
-
-
-@pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE.keys())
-def test_garbage_does_no_harm(
-    server: JoinServer, events: Recorder, garbage: bytes, connect: Connect
-) -> None:
-    before = connect(server)
-    before.join(hello(), TOKEN)
-    events.next("admitted")
-    with socket.create_connection((server.address, server.port)) as sock:
-        sock.sendall(garbage)
-        connect(server).join(hello(), TOKEN)
-        before.send(Kill(1, 2))
-        while (got := events.queue.get(timeout=SOON_S))[0] != "received":
-            assert got[0] in {"refused", "admitted"}
-        assert got[1] == Kill(1, 2)
-
-
 def test_garbage_after_joining_closes_the_connection(
     server: JoinServer, events: Recorder, connect: Connect
 ) -> None:
@@ -237,16 +206,3 @@ def test_a_malformed_hello_is_refused(
     assert client.receive() is None
     events.next("refused")
     assert events.queue.empty()
-
-
-def test_nothing_is_read_after_a_refusal(
-    server: JoinServer, events: Recorder, connect: Connect, caplog: pytest.LogCaptureFixture
-) -> None:
-    stranger = connect(server)
-    stranger.sock.sendall(frame(b"{}") * 10_000)
-    assert isinstance(stranger.receive(), Refused)
-    stranger.close()
-    connect(server).join(hello(), TOKEN)
-    assert "token" in events.next("refused")
-    events.next("admitted")
-    assert not caplog.records

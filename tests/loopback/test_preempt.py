@@ -20,7 +20,6 @@ import distcollect as dc
 from distcollect.config import Faults
 from distcollect.engine.build import build_engine
 from distcollect.engine.engine import Engine
-from distcollect.engine.interrupts import Stopped
 from distcollect.engine.pickled_plan import TensorTable
 from distcollect.engine.plan import WorkerPlan
 from distcollect.policy.live_weights import LiveWeights
@@ -163,22 +162,6 @@ class Uneven:
         return CountingVectorEnv(envs, AutoresetMode.NEXT_STEP)
 
 
-@pytest.mark.parametrize("fresh", [False, True])
-@pytest.mark.parametrize("at", range(1, 14))
-def test_rows_that_drift_apart(at: int, fresh: bool) -> None:
-    run = Run(Uneven())
-    for preempt_at in (None, at, None, at, at, at, None):
-        run.collect(preempt_at, fresh=fresh)
-    for row in range(N):
-        frames = run.frames_of(row)
-        ids = frames["collector", "traj_ids"]
-        sizes = torch.unique_consecutive(ids, return_counts=True)[1].tolist()
-        for part in frames.split(sizes):
-            check_row(part, Uneven.LENGTHS[row])
-    lost = run.engine.counter.lost.get("row_skew", 0)
-    assert run.engine.counter.stepped == run.delivered + lost + run.held
-
-
 def test_a_row_without_a_frame_is_all_padding() -> None:
     """A row only reset itself in the single step of the rollout."""
     run = Run(Uneven())
@@ -209,27 +192,6 @@ def test_versions_and_extras() -> None:
     assert batch["collector", "policy_version"].tolist() == [[0, 0, 7, 7] + [7] * (T - 4)] * N
     assert batch["told"].tolist() == [[0, 0, 7, 7] + [0] * (T - 4)] * N
     assert (run.collect()["told"] == 8).all()
-
-
-def test_again_and_stop_after_it() -> None:
-    run = Run(CountingMaker("plain", N))
-    start = run.policy.calls
-
-    def twice_then_stop(call: int) -> None:
-        run.engine.preempt()
-        run.engine.preempt()
-        if call == start + 2:
-            run.engine.stop()
-
-    run.policy.at_call = twice_then_stop
-    run.engine.collect(run.slab)
-    assert run.slab.num_frames == N
-    with pytest.raises(Stopped):
-        run.engine.collect(run.slab)
-    assert run.policy.calls == start + 2
-    run.engine.preempt()
-    with pytest.raises(Stopped):
-        run.engine.collect(run.slab)
 
 
 class Slow(CountingEnv):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from helpers import nccl_stand_in
-from helpers.loopback_pool import LoopbackWorkers, loopback_collector
+from helpers.loopback_pool import loopback_collector, workers_of
 from helpers.loopback_transport import LoopbackTransport
 from helpers.publishing import Telling, told
 
@@ -51,8 +50,7 @@ def collector() -> Iterator[dc.RPCDataCollector]:
     with loopback_collector(
         "CartPole-v1", Telling(), frames_per_batch=14, num_workers=len(HOSTS), sync=True
     ) as collector:
-        workers: Any = collector._session.workers
-        assert isinstance(workers, LoopbackWorkers)
+        workers = workers_of(collector)
         workers.transport.hosts = {
             workers.peers[worker_id]: host for worker_id, host in enumerate(HOSTS) if host
         }
@@ -143,7 +141,7 @@ def test_payloads_of_different_sizes(received: Received) -> None:
         sync=True,
         weight_sync=dc.WeightSync(changes_only=True),
     ) as collector:
-        workers: Any = collector._session.workers
+        workers = workers_of(collector)
         workers.transport.hosts = dict.fromkeys(workers.peers.values(), "a")
         for version in (1, 2, 3):
             collector.update_policy_weights_(Telling(version))
@@ -154,7 +152,7 @@ def test_payloads_of_different_sizes(received: Received) -> None:
 
 def put_on_gpus(collector: dc.RPCDataCollector, *gpus: str) -> None:
     """Have the trainer believe that the workers' policies are on these GPUs."""
-    workers: Any = collector._session.workers
+    workers = workers_of(collector)
     workers.gpus.update(enumerate(gpus))
 
 
@@ -221,27 +219,3 @@ class TestBetweenGpus:
         assert backends == {"gloo"}
         # All workers on the trainer's host map its memory.
         assert sorted(received.kinds) == ["BroadcastSource"] * 3 + ["SharedMemorySource"] * 4
-
-    def test_where_it_keeps_failing_on_a_gpu_no_other_worker_there_tries_it(
-        self, collector: dc.RPCDataCollector, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        workers: Any = collector._session.workers
-        attempts: Counter[str] = Counter()
-        sources = broadcast.BroadcastUpdater.sources
-
-        def note(updater: Any, payload: torch.Tensor, peers: dict[int, int]) -> Any:
-            found = sources(updater, payload, peers)
-            if {source.backend for source in found.values()} == {nccl_stand_in.NAME}:
-                attempts.update(workers.gpus[worker_id] for worker_id in peers)
-            return found
-
-        def refuse(*_: Any) -> Any:
-            raise RuntimeError("no transport between these GPUs")
-
-        monkeypatch.setattr(broadcast.BroadcastUpdater, "sources", note)
-        monkeypatch.setattr(nccl_stand_in.StandInGroup, "broadcast", refuse)
-        put_on_gpus(collector, "a1", "b0", "a1", "b0", "a1", "c0", "d0")
-        handle = collector.update_policy_weights_(Telling(1))
-        assert handle.acknowledged == dict.fromkeys(range(len(HOSTS)), 1)
-        assert attempts == dict.fromkeys(("a1", "b0", "c0", "d0"), 2)
-        assert versions_told(collector) == [1] * len(HOSTS)

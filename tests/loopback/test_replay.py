@@ -54,19 +54,6 @@ def test_iterating(collector_of: Any) -> None:
     assert torch.equal(ids[:, 1:] != ids[:, :-1], done[:, :-1])
 
 
-def test_padding_stays_out() -> None:
-    buffer = Buffer()
-    with sync(buffer, trajs_per_batch=3) as collector:
-        while len(buffer.inserts) < 3:
-            collector.next()
-    ends = torch.stack(buffer.frames)["next", "done"].squeeze(-1)
-    assert ends.sum() >= 3
-    last = torch.tensor(buffer.inserts).cumsum(0) - 1
-    assert ends[last].all()
-    ids = torch.stack(buffer.frames)["collector", "traj_ids"]
-    assert torch.equal(ids[1:] != ids[:-1], ends[:-1])
-
-
 @BOTH
 def test_in_the_background(collector_of: Any) -> None:
     buffer = Buffer()

@@ -166,13 +166,6 @@ class TestNamesOfUpdatePolicyWeights:
         batch = collector.next()
         assert [told(batch, row)["wide"] for row in (0, 1)] == [2, 2]
 
-    def test_the_own_policys(self, collect: Collect) -> None:
-        policy = Telling(1)
-        collector = collect(policy)
-        policy.fill(3)
-        collector.update_policy_weights_(weights_dict={"policy": None})
-        assert told(collector.next())["wide"] == 3
-
     def test_of_models(self) -> None:
         policy, norm = parts = Telling(1), Telling(1)
         with dc.SyncDataCollector(

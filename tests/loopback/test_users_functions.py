@@ -52,44 +52,10 @@ class Buffer(KeepingBuffer):
         super().extend(data)
 
 
-def stop(*args: Any) -> Any:
-    raise StopIteration("nothing left")
-
-
-STOPPING = ["postproc", "pre_collect_hook", "post_collect_hook", "replay_buffer"]
-
-
 def make(kind: str, **kwargs: Any) -> Any:
     if kind == "in process":
         return dc.SyncDataCollector(Counting, frames_per_batch=T, **kwargs)
     return loopback_collector(Counting, num_workers=1, sync=True, frames_per_batch=T, **kwargs)
-
-
-@pytest.mark.parametrize("kind", ["in process", "with a worker"])
-@pytest.mark.parametrize("name", STOPPING)
-def test_a_function_that_raises_stop_iteration_does_not_end_the_run(name: str, kind: str) -> None:
-    if name == "replay_buffer":
-        kwargs: dict[str, Any] = {name: Buffer(StopIteration("nothing left"))}
-    else:
-        kwargs = {name: stop}
-    with (
-        make(kind, total_frames=3 * T, **kwargs) as collector,
-        pytest.raises(
-            (dc.ArgumentError, dc.PolicyError), match=r"(stop|extend|hook).* raised StopIteration"
-        ),
-    ):
-        list(collector)
-
-
-@pytest.mark.parametrize("name", STOPPING)
-def test_in_the_background_too(name: str) -> None:
-    buffer = Buffer(StopIteration("nothing left") if name == "replay_buffer" else None)
-    kwargs = {} if name == "replay_buffer" else {name: stop}
-    collector = make("in process", total_frames=3 * T, replay_buffer=buffer, **kwargs)
-    collector.start()
-    with pytest.raises(dc.ArgumentError, match="raised StopIteration: nothing left"):
-        collector.async_shutdown(timeout=60)
-    assert buffer.added == []
 
 
 def test_a_state_error_of_the_users_ends_the_background_by_name() -> None:
@@ -103,21 +69,6 @@ def test_a_state_error_of_the_users_ends_the_background_by_name() -> None:
     eventually(lambda: not collector.is_running)
     with pytest.raises(dc.CollectorStateError, match="was shut down"):
         collector.async_shutdown(timeout=60)
-
-
-@pytest.mark.parametrize(
-    "maker",
-    [
-        lambda: Counting(raises_at=6),
-        lambda: gym.vector.SyncVectorEnv([lambda: Counting(raises_at=6)]),
-    ],
-    ids=["env", "vector env"],
-)
-def test_an_env_that_raises_stop_iteration_is_replaced(maker: Any) -> None:
-    with dc.SyncDataCollector(maker, frames_per_batch=T, total_frames=4 * T) as collector:
-        assert sum(batch.numel() for batch in collector) == 4 * T
-        [fault, *_] = collector.stats().env_faults
-    assert "step() raised StopIteration: no more steps" in fault.message
 
 
 def test_a_torchrl_env_that_raises_stop_iteration_is_replaced() -> None:
@@ -212,24 +163,6 @@ def test_frames_name_what_ended_their_rollout(error: type[BaseException], cause:
     [(found, num_frames)] = collector.stats().lost.items()
     assert found == cause
     assert 0 < num_frames < T
-
-
-def test_a_batch_that_postproc_refuses_is_not_delivered() -> None:
-    errors = [ValueError("odd")]
-
-    def postproc(batch: TensorDict) -> TensorDict:
-        if errors:
-            raise errors.pop()
-        return batch
-
-    with dc.SyncDataCollector("CartPole-v1", frames_per_batch=8, postproc=postproc) as collector:
-        with pytest.raises(ValueError, match="odd"):
-            collector.next()
-        assert collector.stats().delivered == 0
-        collector.next()
-        stats = collector.stats()
-    assert stats.delivered == stats.workers[0].frames == 8
-    assert stats.lost == {"given_up": 8}
 
 
 def test_a_batch_that_the_buffer_refused_is_lost_when_the_background_begins() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,21 +127,7 @@ class TestUpdaters:
             worker_id = version % 3
             collector.update_policy_weights_(Telling(version), worker_ids=worker_id)
             assert told(collector.next(), worker_id)["wide"] == version
-            assert len(collector._session.updater._groups.names) <= 2
             collector.update_policy_weights_(Telling(version), worker_ids=[0, 2])
-
-    def test_groups_leave_nothing_in_the_store(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("distcollect.weights.broadcast._MAX_GROUPS", 2)
-        limit_s = 0.2
-        updater = dc.BroadcastUpdater()
-        updater.attach(UpdaterContext("127.0.0.1", limit_s, {0: ""}))
-        payload = torch.zeros(16, dtype=torch.uint8)
-        for peer in range(20):
-            updater.sources(payload, {0: peer})
-        threading.Event().wait(limit_s)
-        updater.sources(payload, {0: 20})
-        assert updater._store.num_keys() == 3  # of two groups, and of one that has just ended
-        updater.close()
 
     def test_who_can_get_none_ends_a_sync_run(self, collect: Collect, tmp_path: Path) -> None:
         """It must not continue with its old weights."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import shutil
 import subprocess
@@ -11,9 +10,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
-from chaos.checks import Checker, CheckError, Delivered, Plan
+from chaos.checks import Checker, Plan
 from chaos.envs import Maker, Marking
 from helpers.paths import TESTS
 from tensordict import TensorDict
@@ -120,23 +118,3 @@ def test_a_breach_is_seen(batches: list[TensorDict], breach: Callable[[TensorDic
 
 def test_what_is_delivered_twice_is_seen(batches: list[TensorDict]) -> None:
     assert any("delivered before" in f for f in look([*batches, batches[1]]))
-
-
-def test_frames_may_come_in_any_order_but_once() -> None:
-    rng = np.random.default_rng(0)
-    for _ in range(50):
-        cuts = [0, *sorted(rng.choice(np.arange(1, 60), 9, replace=False).tolist()), 60]
-        spans = [(first, last - 1) for first, last in itertools.pairwise(cuts)]
-        rng.shuffle(spans)
-        delivered = Delivered()
-        for first, last in spans[:-1]:
-            delivered.add(int(first), int(last))
-        first, last = spans[-1]
-        gap = 0 if last == 59 else last - first + 1
-        assert delivered.num_missing == gap
-        for number in range(60):
-            if not first <= number <= last:
-                with pytest.raises(CheckError):
-                    delivered.add(number, number)
-        delivered.add(int(first), int(last))
-        assert delivered.spans == [[0, 59]]

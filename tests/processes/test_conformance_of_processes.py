@@ -11,10 +11,6 @@ import torch
 from helpers.batch_checks import (
     check_a_maker_for_each_worker,
     check_every_env_kind,
-    check_frames_know_their_policy_version,
-    check_info_keys,
-    check_max_frames_per_traj,
-    check_reset_at_each_iter,
     check_same_seed_same_batches,
     check_trajectories_do_not_depend_on_the_number_of_workers,
 )
@@ -28,7 +24,6 @@ from helpers.batch_contract import (
 )
 from helpers.counting_envs import (
     ASYNC_KINDS,
-    UNCUTTABLE_KINDS,
 )
 
 import distcollect as dc
@@ -55,35 +50,9 @@ def test_worker_processes(delivery: str, kind: str, spaces: tuple[str, str]) -> 
     check_contract(delivery, kind, spaces)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in ASYNC_KINDS if kind not in UNCUTTABLE_KINDS])
-@pytest.mark.parametrize("longest", [1, 3])
-def test_max_frames_per_traj(kind: str, longest: int) -> None:
-    check_max_frames_per_traj(kind, longest)
-
-
-@pytest.mark.parametrize("kind", ["async-same-live"])
-@pytest.mark.parametrize("delivery", LIGHT)
-def test_reset_at_each_iter(delivery: str, kind: str) -> None:
-    check_reset_at_each_iter(delivery, kind)
-
-
-@pytest.mark.parametrize("kind", ["async-next"])
-@pytest.mark.parametrize("delivery", LIGHT)
-def test_info_keys(delivery: str, kind: str) -> None:
-    check_info_keys(delivery, kind)
-
-
 @pytest.mark.parametrize("delivery", ["rpc-async"])
 def test_a_maker_for_each_worker(delivery: str) -> None:
     check_a_maker_for_each_worker(delivery)
-
-
-@pytest.mark.parametrize(
-    ("delivery", "kind"),
-    [(heavy, "plain") for heavy in HEAVY],
-)
-def test_frames_know_their_policy_version(delivery: str, kind: str) -> None:
-    check_frames_know_their_policy_version(delivery, kind)
 
 
 @pytest.mark.parametrize("delivery", ["rpc-sync"])

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import queue
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from helpers.descendants import descendants
@@ -22,7 +19,6 @@ from helpers.paths import SCRIPTS
 from helpers.waiting import eventually
 
 from distcollect.common.process_exit import ProcessExit
-from distcollect.launch import local_processes, zygote
 from distcollect.launch.cpu_placement import CpuPlacement
 from distcollect.launch.local_processes import LocalProcesses, ProcessEvents
 from distcollect.net.messages import Spawn, TrainerAddress, WorkerSettings
@@ -115,42 +111,6 @@ def test_kill_ends_a_worker_and_what_it_started_and_no_other(
     processes.kill(99, 0)
 
 
-def test_a_kill_is_not_lost_while_a_worker_is_started_by_itself(
-    processes: LocalProcesses, exits: Exits, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The zygote ends before it has forked the worker, just as the worker is to be killed."""
-    pid = zygote.pid()
-    assert pid is not None
-    starts, was_sent = threading.Event(), threading.Event()
-    start_alone, send_signal = LocalProcesses._start_alone, zygote.ForkedProcess.send_signal
-
-    def note_signal(self: zygote.ForkedProcess, number: int) -> None:
-        send_signal(self, number)
-        was_sent.set()
-
-    def start_late(self: LocalProcesses, *args: Any) -> Any:
-        starts.set()
-        was_sent.wait(0.2)  # the signal may also wait until this has returned
-        return start_alone(self, *args)
-
-    def kill_zygote(record: logging.LogRecord) -> bool:
-        if "did not end within" in record.getMessage():  # the worker is killed next
-            os.kill(pid, signal.SIGKILL)
-            assert starts.wait(SOON_S)
-        return True
-
-    monkeypatch.setattr(zygote.ForkedProcess, "send_signal", note_signal)
-    monkeypatch.setattr(LocalProcesses, "_start_alone", start_late)
-    local_processes.log.addFilter(kill_zygote)
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        start(processes, 5)
-        processes.close(0)
-    finally:
-        local_processes.log.removeFilter(kill_zygote)
-    assert exits.next() == (5, -signal.SIGKILL)
-
-
 def test_what_a_worker_leaves_behind_is_ended(
     spawn: SpawnCode, exits: Exits, marked: Marked
 ) -> None:
@@ -166,12 +126,6 @@ def test_a_worker_ends_with_its_guard(spawn: SpawnCode, exits: Exits, marked: Ma
     os.kill(guard, signal.SIGKILL)
     assert exits.next() == (0, -signal.SIGKILL)
     await_count(marked, 0)
-
-
-def test_a_slot_can_be_used_again(spawn: SpawnCode, exits: Exits) -> None:
-    for code in (5, 6):
-        spawn(0, f"import os; os._exit({code})")
-        assert exits.next() == (0, code)
 
 
 def test_close_waits_then_kills_and_reaps(

@@ -53,23 +53,6 @@ class TestReceiversInTrouble:
             assert first.acknowledged == {0: 1, 1: 2, 2: 1}
             assert not first.left_out
 
-    def test_one_that_stops_in_the_middle_is_left_behind(self) -> None:
-        """One worker says that it is ready, and then stops."""
-        policy, updater = Telling(), Disturbed()
-        faults = dc.Faults(weights_timeout_s=1.5)
-        with telling_workers(policy, 3, faults=faults, weight_updater=updater) as collector:
-            stopped = pids(collector.next())[1]
-            updater.disturb = lambda: stop_process(stopped)
-            try:
-                handle = collector.update_policy_weights_(policy.fill(1))
-            finally:
-                os.kill(stopped, signal.SIGCONT)
-            assert handle is not None
-            assert handle.acknowledged.keys() >= {0, 2}
-            batch = collector.next()
-            assert (batch["collector", "policy_version"] == 1).all()
-            assert [told(batch, row)["wide"] for row in range(3)] == [1, 1, 1]
-
     def test_one_that_dies_meanwhile(self) -> None:
         """One worker says that it is ready, and then dies."""
         policy, updater = Telling(), Disturbed()

@@ -424,20 +424,6 @@ def test_what_nobody_can_tell_of_at_the_end_is_in_the_ledger(
     assert marked.gone(END_S), marked.left()
 
 
-def test_who_joins_needs_the_token(
-    marked: Marked, token_file: Path, tmp_path: Path, port: int
-) -> None:
-    wrong = tmp_path / "wrong"
-    wrong.touch(mode=0o600)
-    wrong.write_text("something else")
-    with collect_with(False, listen=f"127.0.0.1:{port}"):
-        stranger = join(port, "--token-file", str(wrong))
-        out, _ = stranger.communicate(timeout=JOIN_S)
-    assert stranger.returncode == 2
-    assert "doesn't have this run's token" in out
-    assert "Traceback" not in out
-
-
 def test_listening_needs_a_token(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
     for name in ("DISTCOLLECT_TOKEN", "DISTCOLLECT_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)

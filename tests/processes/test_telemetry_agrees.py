@@ -5,16 +5,12 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import re
 import signal
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import cloudpickle
 import pytest
@@ -25,7 +21,6 @@ from helpers.trace_checks import assert_answered, assert_named, assert_nested, l
 
 import distcollect as dc
 from distcollect.commands import main as cli
-from distcollect.commands.report.charts import duration, short
 from distcollect.results import LedgerReport, Stats
 from distcollect.telemetry.display import log_line
 from distcollect.telemetry.prometheus import figures
@@ -118,116 +113,6 @@ def test_the_last_line_is_the_collectors_own_account(run: Run) -> None:
     for worker_id, worker in run.stats.workers.items():
         frames = run.ledger.workers[worker_id]
         assert (worker.frames, worker.lost) == (frames.delivered, frames.lost)
-
-
-class Page(HTMLParser):
-    """The parts of a report's page.
-
-        Attributes:
-    texts: all texts, by the class of the element ("" for none).
-    titles: tooltips, by the heading above.
-    rows: the rows of the table.
-    """
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.texts: list[tuple[str, str]] = []
-        self.titles: dict[str, list[str]] = {}
-        self.rows: list[list[str]] = []
-        self._open: list[tuple[str, str]] = []
-        self._heading = ""
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag != "meta":
-            self._open.append((tag, dict(attrs).get("class") or ""))
-        if tag == "tr":
-            self.rows.append([])
-
-    def handle_startendtag(self, tag: str, attrs: Any) -> None: ...
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self._open.pop()[0] == tag
-
-    def handle_data(self, data: str) -> None:
-        if not data.strip():
-            return
-        tag, style = self._open[-1]
-        self.texts.append((style, data))
-        if tag == "h2":
-            self._heading = data
-        elif tag == "title" and self._heading:
-            self.titles.setdefault(self._heading, []).append(data)
-        elif tag in ("td", "th"):
-            self.rows[-1].append(data)
-
-    def points(self, heading: str) -> list[tuple[str, str]]:
-        """The points of a curve as (value, time)."""
-        found = (re.fullmatch(r".*: (.*) after (.*)", title) for title in self.titles[heading])
-        return [(match[1], match[2]) for match in found if match]
-
-
-@pytest.fixture(scope="module")
-def page(run: Run) -> Page:
-    assert cli.main(["report", str(run.folder)]) == 0
-    return Page((run.folder / "report.html").read_text())
-
-
-def test_the_reports_curves(run: Run, page: Page) -> None:
-    lines = [json.loads(line) for line in (run.folder / "stats.jsonl").read_text().splitlines()]
-    whens = [duration(line["elapsed_s"]) for line in lines]
-    assert len(lines) <= 400  # otherwise several lines make one point
-    rates = [short(line["frames_per_s"]) for line in lines]
-    assert page.points("Frames per second") == list(zip(rates, whens, strict=True))
-    for heading, value in (
-        ("Episode return, mean of the last hundred", "20"),
-        ("Episode length in frames, mean of the last hundred", "10"),
-    ):
-        known = [when for line, when in zip(lines, whens, strict=True) if line["episodes"]["count"]]
-        assert page.points(heading) == [(value, when) for when in known]
-    highest = [title for title in page.titles[LAGS] if title.startswith("highest")]
-    assert max(float(title.split()[2]) for title in highest) == run.stats.lag.max
-
-
-LAGS = "Lag of the delivered frames, in versions"
-
-
-def test_the_report_has_the_loss_and_the_join(run: Run, page: Page) -> None:
-    told = page.titles["Workers: joins and losses"]
-    events = [title.partition(", ")[0] for title in told if ", seen at " in title]
-    assert events == ["worker 1 lost", "worker 1 joined"]
-    assert any(text == "1 joined, 1 lost" for _, text in page.texts)
-    spans = [title.partition(", ")[0] for title in told if ", from " in title]
-    # Ordered by worker, then by time; all workers leave at the end.
-    assert [s for s in spans if s not in ("joining", "left")] in (
-        ["ready", "ready", "lost", "ready"],
-        ["ready", "ready", "ready"],
-    )
-    assert spans.count("left") == 2
-
-
-def test_the_reports_totals(run: Run, page: Page) -> None:
-    head, *rows = page.rows
-    causes = sorted(run.ledger.total.lost)
-    assert head == ["worker", "delivered", *(f"lost: {cause}" for cause in causes)]
-    parties = {**{str(w): f for w, f in run.ledger.workers.items()}, "all": run.ledger.total}
-    assert rows == [
-        [name, f"{f.delivered:,}", *(f"{f.lost.get(cause, 0):,}" for cause in causes)]
-        for name, f in parties.items()
-    ]
-    assert ("bottleneck", run.bottleneck) in page.texts
-    histogram = Counter[int]()
-    for title in page.titles["How old the policy of delivered frames was"]:
-        lag, frames = re.match(r"lag (\d+): ([\d,]+) frames", title).groups()  # type: ignore[union-attr]
-        histogram[int(lag)] = int(frames.replace(",", ""))
-    assert {lag: n for lag, n in histogram.items() if n} == run.stats.lag.frames
-    texts = [text for _, text in page.texts]
-    tiles = {name: texts[i - 1] for i, name in enumerate(texts)}
-    assert tiles["frames delivered"] == short(run.stats.delivered)
-    assert tiles["frames lost"] == short(sum(run.stats.lost.values()))
-    assert tiles["episodes"] == short(run.stats.episodes.count)
-    assert tiles["processes replaced"] == "1"
-    assert not any("not ended" in text for text in texts)
 
 
 def test_top_says_the_same(run: Run, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,6 @@ import torch
 from helpers.envs import SamplingEnv
 from helpers.marked import Marked
 from helpers.revealing_policy import Revealing, check_whole
-from tensordict import TensorDict
 
 import distcollect as dc
 
@@ -80,33 +79,6 @@ class TestSelection:
         before = collector.policy_version
         expected = tuple([before + (worker_id in selected)] for worker_id in (0, 1))
         assert push(worker_ids=worker_ids) == expected
-
-    @pytest.mark.parametrize(
-        "wrap",
-        [
-            lambda module: module,
-            lambda module: module.state_dict(),
-            lambda module: dict(module.state_dict()),
-            TensorDict.from_module,
-            lambda module: TensorDict.from_module(module).detach().clone(),
-            lambda module: TensorDict(dict(module.state_dict())),
-            lambda module: TensorDict(module.state_dict()).unflatten_keys("."),
-            lambda module: {k: v for k, v in module.state_dict().items() if k != "tied.weight"},
-        ],
-        ids=[
-            *("module", "state dict", "dict", "from_module", "clone"),
-            *("flat TensorDict", "nested TensorDict", "tied once"),
-        ],
-    )
-    def test_all_forms_are_taken(self, collector: Any, push: Any, wrap: Any) -> None:
-        version = collector.policy_version + 1
-        assert push(wrap) == ([version], [version])
-
-    def test_the_collectors_own_policy_is_the_default(self, collector: Any, shared: Any) -> None:
-        collector.policy.fill(77)
-        collector.update_policy_weights_()
-        shared[1][collector.policy_version] = 77
-        assert check_whole(collector.next(), shared[1]) == [collector.policy_version]
 
     def test_without_waiting(self, collector: Any, push: Any) -> None:
         """In sync mode the next batch still uses them."""
@@ -221,13 +193,3 @@ def test_no_action_is_chosen_with_torn_weights(marked: Marked) -> None:
                 seen.add(int(batch["collector", "worker_id"].flatten()[0]))
             assert time.monotonic() < deadline + 40
     assert marked.gone(5), marked.left()
-
-
-def test_a_policy_made_by_a_factory_has_to_be_pushed_explicitly() -> None:
-    with dc.RPCDataCollector(
-        SamplingEnv, policy_factory=Revealing, frames_per_batch=4, num_workers=1, sync=True
-    ) as collector:
-        with pytest.raises(dc.ArgumentTypeError, match=r"no policy of its own.*pass the weights"):
-            collector.update_policy_weights_()
-        collector.update_policy_weights_(Revealing(value=1))
-        check_whole(collector.next())

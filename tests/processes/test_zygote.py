@@ -86,18 +86,6 @@ def test_forked_workers_share_what_they_should_and_nothing_else(
         assert first != second
 
 
-def test_a_replacement_is_forked_too() -> None:
-    with collect() as collector:
-        collector.next()
-        first = processes(collector)
-        os.kill(first[1]["pid"], signal.SIGKILL)
-        eventually(
-            lambda: len(collector.call("process")) == 2 and processes(collector)[1] != first[1],
-            WAIT_S,
-        )
-        assert processes(collector)[1]["started_by"] == zygote.pid()
-
-
 @pytest.mark.parametrize("use", ["keep", "off"])
 def test_a_replacement_has_the_folder_and_path_of_the_time_when_its_collector_was_made(
     use: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -119,6 +107,7 @@ def test_a_replacement_has_the_folder_and_path_of_the_time_when_its_collector_wa
         after = processes(collector)[1]
     assert after["folder"] == before["folder"] != str(tmp_path)
     assert str(tmp_path) not in after["path"]
+    assert after["started_by"] == (zygote.pid() if use == "keep" else os.getpid())
 
 
 def test_a_killed_zygote_costs_its_workers_and_no_frame(marked: Marked) -> None:
