@@ -20,7 +20,9 @@ from distcollect.pool.worker_slots import (
     WorkerSlots,
 )
 
-_LAST_REQUEST = attrgetter("last_request")
+# Workers that have never been asked come by their number: the same seed gives the same frames,
+# whichever of them joined first.
+_LAST_REQUEST = attrgetter("last_request", "worker_id")
 
 
 class Scheduler:

@@ -204,3 +204,12 @@ def test_an_event_that_can_not_follow_is_refused() -> None:
     rollout = play.come(0)
     with pytest.raises(RuntimeError, match=r"rollout 0 of worker 0.*it is delivered and can't"):
         play.core.kept(rollout.request, None)
+
+
+def test_the_order_in_which_workers_join_makes_no_difference() -> None:
+    """The first frames of a run may have random actions: which ones does not depend on chance."""
+    play = Play(SYNC, 0)
+    play.join(1)
+    play.join(0)
+    play.want()
+    assert play.take_asked() == [0, 1]
