@@ -276,6 +276,7 @@ class DataCollectorBase(ABC):
             raise copy.copy(error) from error
         if self._is_shut_down:
             raise CollectorStateError("the collector was shut down: make a new one")
+        signals.go_on_noting()
 
     def _check_delivers(self) -> None:
         self._check_open()
@@ -410,6 +411,7 @@ class DataCollectorBase(ABC):
         """
         if self._is_released or not self._owner.is_here:
             return
+        signals.go_on_noting()
         self._closes_envs = self._closes_envs and close_env
         try:
             self._shut_down()

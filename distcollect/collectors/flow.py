@@ -8,7 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tensordict import TensorDict
@@ -27,6 +27,9 @@ from distcollect.rollout.header import Header
 from distcollect.rollout.layout import Layout
 from distcollect.telemetry.recorder import StatsRecorder
 from distcollect.transport.worker_service import EvaluationRequest
+
+# Between two looks who has the turn, in seconds.
+_MOMENT_S = 0.01
 
 
 class Hooks(NamedTuple):
@@ -132,18 +135,18 @@ class _Ready:
         batch: the batch; None: all frames are collected, and no trajectory is whole.
         collected: what it was made of, if that is settled with it.
         is_settled: that is done.
-        counts: it is one of the collector's batches.
     """
 
     batch: TensorDict | None
     collected: Collected | None = None
     is_settled: bool = False
-    counts: bool = True
+    _lock: threading.Lock = field(default_factory=threading.Lock)  # who comes second waits
 
     def settle(self, cause: str | None) -> None:
-        if self.collected is not None and not self.is_settled:
-            self.is_settled = True
-            self.collected.settle(cause)
+        with self._lock:
+            if self.collected is not None and not self.is_settled:
+                self.is_settled = True
+                self.collected.settle(cause)
 
 
 class Flow:
@@ -177,7 +180,9 @@ class Flow:
         self._stats_recorder = stats_recorder
         self._begin: Callable[[], None] | None = begin
         self._waiting: deque[_Ready] = deque()
-        self._is_adding = False  # the first of them to the replay buffer
+        self._adding: _Ready | None = None  # the one that is added to the replay buffer now
+        self._is_closed = False
+        self._closing = threading.Lock()  # of these two
         self._turn = threading.Lock()
         self._holder: int | None = None  # the thread that has the turn
         self._trajectories: WholeTrajectories | None = None
@@ -196,21 +201,26 @@ class Flow:
         Raises:
             CollectorStateError: another thread does, or this one does already.
         """
-        if not self._turn.acquire(blocking=False):
+        while not self._turn.acquire(timeout=_MOMENT_S):
             if self._holder == threading.get_ident():
                 raise CollectorStateError(
                     "this collector is making a batch already: take the next one not within "
                     "postproc, a hook or the buffer's extend()"
                 )
-            raise CollectorStateError(
-                "another thread waits for a batch of this collector: take all batches on one "
-                "thread and pass them on, or let the threads take turns with a lock of yours"
-            )
+            if self._holder is not None:  # else drop() has it, for a moment
+                raise CollectorStateError(
+                    "another thread waits for a batch of this collector: take all batches on one "
+                    "thread and pass them on, or let the threads take turns with a lock of yours"
+                )
         self._holder = threading.get_ident()
-        self._stats_recorder.switch_to("assemble")
-        if self._begin is not None:
-            begin, self._begin = self._begin, None
-            begin()
+        try:
+            self._stats_recorder.switch_to("assemble")
+            if self._begin is not None:
+                begin, self._begin = self._begin, None
+                begin()
+        except BaseException:
+            self.__exit__()
+            raise
 
     def __exit__(self, *error: object) -> None:
         self._stats_recorder.switch_to("train")
@@ -242,7 +252,7 @@ class Flow:
     def give(self, rows: TensorDict, layout: Layout, lag: LagStats) -> TensorDict | None:
         """Give a rollout that is in another trainer's ledger, after all that waits."""
         batch = without_stop(self._processed, rows, layout)
-        self._waiting.append(_Ready(batch, counts=False))
+        self._waiting.append(_Ready(batch))
         self.lag = lag
         while len(self._waiting) > 1:
             self._give()
@@ -254,11 +264,14 @@ class Flow:
             by_step = not self._options.extend_buffer and self._backend.layout.num_envs > 1
             frames = frames_for(ready.batch, buffer, self._rollouts_of, by_step=by_step)
             if frames.shape.numel():  # frames.numel() is 1 for an empty TensorDict
-                self._is_adding = True
+                with self._closing:
+                    if self._is_closed:
+                        raise CollectorStateError("the collector was shut down meanwhile")
+                    self._adding = ready
                 try:
                     without_stop(buffer.extend, frames)
                 finally:
-                    self._is_adding = False
+                    self._adding = None
         self._waiting.popleft()
         ready.settle(None)
         if ready.collected is not None:
@@ -365,10 +378,12 @@ class Flow:
 
     def close(self) -> None:
         """Nobody gets anything more; the buffer has the batch that is being added to it."""
-        if self._is_adding:
-            # A shutdown that was broken off may have closed the pool.
+        with self._closing:
+            self._is_closed, adding = True, self._adding
+        if adding is not None:
+            # At exit, the pool may be closed before.
             with contextlib.suppress(CollectorStateError):
-                self._waiting[0].settle(None)
+                adding.settle(None)
         self.drop("shut_down")
 
     def drop_trajectories(self) -> None:

@@ -143,9 +143,15 @@ def note_ctrl_c(owner: object) -> Callable[[], object]:
     """
     number = id(owner)
     _open.add(number)
-    if _is_main_thread() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _on_ctrl_c)
+    go_on_noting()
     return weakref.finalize(owner, _note_no_longer, number)
+
+
+def go_on_noting() -> None:
+    """Note Ctrl-C again if that has ended; notebooks set Python's handler before each cell."""
+    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if _open and is_default and _is_main_thread():
+        signal.signal(signal.SIGINT, _on_ctrl_c)
 
 
 def _note_no_longer(number: int) -> None:
@@ -168,7 +174,8 @@ def _on_ctrl_c(_number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
     if not _is_noted:
         _is_noted = True
-        _thread.start_new_thread(_look_again, ())
+        with contextlib.suppress(RuntimeError):  # at exit, Python 3.12 starts no threads
+            _thread.start_new_thread(_look_again, ())
     _wake()
 
 
@@ -232,7 +239,8 @@ def stop_watching() -> None:
     global _save_and_exit, _requested
     _save_and_exit, _requested = None, ""
     for number, handler in _previous.items():
-        signal.signal(number, handler)
+        if signal.getsignal(number) is _note:
+            signal.signal(number, handler)
     _previous.clear()
 
 

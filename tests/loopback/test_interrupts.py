@@ -266,13 +266,35 @@ def test_trajectories_lose_no_part() -> None:
         assert collector.abandoned_frames == 0
 
 
-def filling(in_process: bool, policy: Policy | None = None) -> tuple[Any, Buffer]:
+def filling(in_process: bool, policy: Policy | None = None, **settings: Any) -> tuple[Any, Buffer]:
     """A collector, and the buffer that it fills after ``start()``."""
     buffer = Buffer()
-    kwargs: dict[str, Any] = {"frames_per_batch": 3, "replay_buffer": buffer}
+    kwargs: dict[str, Any] = {"frames_per_batch": 3, "replay_buffer": buffer, **settings}
     if in_process:
         return dc.SyncDataCollector(Counting, policy, **kwargs), buffer
     return loopback_collector(Counting, policy, sync=False, num_workers=1, **kwargs), buffer
+
+
+@pytest.mark.parametrize("in_process", [True, False])
+def test_a_batch_that_is_made_during_a_shutdown_goes_nowhere(in_process: bool) -> None:
+    """The ledger counts its frames as lost, so the buffer doesn't get them."""
+    is_making, may_go_on = threading.Event(), threading.Event()
+
+    def postproc(batch: TensorDict) -> TensorDict:
+        is_making.set()
+        may_go_on.wait(60)
+        return batch
+
+    collector, buffer = filling(in_process, postproc=postproc)
+    collector.start()
+    assert is_making.wait(60)
+    if in_process:  # there a shutdown waits for the batch
+        threading.Timer(0.2, may_go_on.set).start()
+    collector.shutdown()
+    may_go_on.set()
+    eventually(lambda: not collector.is_running)
+    assert buffer.frames == []
+    assert collector.stats().lost.keys() == {"shut_down"}
 
 
 def grows(buffer: Buffer, about: Callable[[], object] = lambda: None) -> None:
@@ -390,6 +412,33 @@ def test_the_handler_is_there_while_a_collector_is_open() -> None:
         with pytest.raises(KeyboardInterrupt):
             press_ctrl_c()
     assert signal.getsignal(signal.SIGINT) is default
+
+
+@pytest.mark.parametrize("call", ["next", "shutdown"])
+def test_the_handler_is_there_again_in_the_next_cell_of_a_notebook(call: str) -> None:
+    """A notebook ignores Ctrl-C between two cells, and sets Python's handler before each."""
+    handlers = []
+
+    class Looking(Counting):
+        def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+            handlers.append(signal.getsignal(signal.SIGINT))
+            return super().step(action)
+
+        def close(self) -> None:
+            handlers.append(signal.getsignal(signal.SIGINT))
+
+    default = signal.getsignal(signal.SIGINT)
+    try:
+        with dc.SyncDataCollector(Looking, frames_per_batch=6) as collector:
+            for handler in (signal.SIG_IGN, default):
+                signal.signal(signal.SIGINT, handler)
+            handlers.clear()
+            getattr(collector, call)()
+            assert handlers
+            assert default not in handlers
+        assert signal.getsignal(signal.SIGINT) is default
+    finally:
+        signal.signal(signal.SIGINT, default)
 
 
 def test_a_handler_of_the_users_stays() -> None:
