@@ -24,14 +24,14 @@ _import_compiler_late()
 _NAMES = {
     "collectors.base": "BaseCollector DataCollectorBase",
     "collectors.checkpoint": "Checkpoint",
-    "collectors.distributed": "DistributedSyncCollector DistributedSyncDataCollector",
     "collectors.generic": "Collector MultiCollector",
-    "collectors.local": (
-        "AsyncCollector MultiAsyncCollector MultiSyncCollector MultiSyncDataCollector "
-        "MultiaSyncDataCollector aSyncDataCollector"
-    ),
     "collectors.replay": "RateLimited ReplayBuffer",
-    "collectors.rpc": "DistributedCollector DistributedDataCollector RPCCollector RPCDataCollector",
+    "collectors.rpc": (
+        "AsyncCollector DistributedCollector DistributedDataCollector DistributedSyncCollector "
+        "DistributedSyncDataCollector MultiAsyncCollector MultiSyncCollector "
+        "MultiSyncDataCollector MultiaSyncDataCollector RPCCollector RPCDataCollector "
+        "aSyncDataCollector"
+    ),
     "collectors.sync": "SyncDataCollector",
     "config": "EvaluationWorkers Faults Monitor Staleness WeightSync",
     "envs.make": "EnvContext",

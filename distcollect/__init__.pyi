@@ -3,24 +3,24 @@
 from distcollect.collectors.base import BaseCollector as BaseCollector
 from distcollect.collectors.base import DataCollectorBase as DataCollectorBase
 from distcollect.collectors.checkpoint import Checkpoint as Checkpoint
-from distcollect.collectors.distributed import DistributedSyncCollector as DistributedSyncCollector
-from distcollect.collectors.distributed import (
-    DistributedSyncDataCollector as DistributedSyncDataCollector,
-)
 from distcollect.collectors.generic import Collector as Collector
 from distcollect.collectors.generic import MultiCollector as MultiCollector
-from distcollect.collectors.local import AsyncCollector as AsyncCollector
-from distcollect.collectors.local import MultiAsyncCollector as MultiAsyncCollector
-from distcollect.collectors.local import MultiaSyncDataCollector as MultiaSyncDataCollector
-from distcollect.collectors.local import MultiSyncCollector as MultiSyncCollector
-from distcollect.collectors.local import MultiSyncDataCollector as MultiSyncDataCollector
-from distcollect.collectors.local import aSyncDataCollector as aSyncDataCollector
 from distcollect.collectors.replay import RateLimited as RateLimited
 from distcollect.collectors.replay import ReplayBuffer as ReplayBuffer
+from distcollect.collectors.rpc import AsyncCollector as AsyncCollector
 from distcollect.collectors.rpc import DistributedCollector as DistributedCollector
 from distcollect.collectors.rpc import DistributedDataCollector as DistributedDataCollector
+from distcollect.collectors.rpc import DistributedSyncCollector as DistributedSyncCollector
+from distcollect.collectors.rpc import (
+    DistributedSyncDataCollector as DistributedSyncDataCollector,
+)
+from distcollect.collectors.rpc import MultiAsyncCollector as MultiAsyncCollector
+from distcollect.collectors.rpc import MultiaSyncDataCollector as MultiaSyncDataCollector
+from distcollect.collectors.rpc import MultiSyncCollector as MultiSyncCollector
+from distcollect.collectors.rpc import MultiSyncDataCollector as MultiSyncDataCollector
 from distcollect.collectors.rpc import RPCCollector as RPCCollector
 from distcollect.collectors.rpc import RPCDataCollector as RPCDataCollector
+from distcollect.collectors.rpc import aSyncDataCollector as aSyncDataCollector
 from distcollect.collectors.sync import SyncDataCollector as SyncDataCollector
 from distcollect.config import EvaluationWorkers as EvaluationWorkers
 from distcollect.config import Faults as Faults

@@ -7,9 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
-from distcollect.collectors.local import MultiaSyncDataCollector, MultiSyncDataCollector
 from distcollect.collectors.options import SyncOptions
-from distcollect.collectors.rpc import RPCDataCollector
+from distcollect.collectors.rpc import (
+    MultiaSyncDataCollector,
+    MultiSyncDataCollector,
+    RPCDataCollector,
+)
 from distcollect.collectors.signature import takes
 from distcollect.collectors.sync import SyncDataCollector
 from distcollect.common.checks import plain

@@ -1,4 +1,4 @@
-"""The collector that steps envs in workers."""
+"""The collectors that step envs in workers, on any hosts or on this one only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ from distcollect.collectors.base import DataCollectorBase
 from distcollect.collectors.finalizer import Finalizer
 from distcollect.collectors.session import CLOSING_LIMIT_S, Session, stats_of, stop
 from distcollect.collectors.signature import takes
-from distcollect.collectors.worker_options import RPCOptions, WorkerOptions
+from distcollect.collectors.worker_options import (
+    AsyncOptions,
+    DistributedSyncOptions,
+    MultiAsyncOptions,
+    MultiSyncOptions,
+    RPCOptions,
+    WorkerOptions,
+)
 from distcollect.common import checks, signals
 from distcollect.errors import ArgumentTypeError, CollectorStateError, WorkerError
 from distcollect.integrations import load
@@ -414,7 +421,78 @@ class RPCDataCollector(DataCollectorBase):
         super().shutdown(timeout, close_env, raise_on_error)
 
 
-# TorchRL's names for collectors whose workers are on any hosts.
+class DistributedSyncDataCollector(RPCDataCollector):
+    """The same as :class:`RPCDataCollector` with ``sync=True``."""
+
+    @takes(DistributedSyncOptions)
+    def __init__(self, options: DistributedSyncOptions) -> None:
+        """Start or find the workers, and have each try its envs and the policy.
+
+        Raises:
+            DistCollectError: the errors of :class:`RPCDataCollector`.
+        """
+        self._open(options)
+
+
+class MultiSyncDataCollector(RPCDataCollector):
+    """Steps envs in local worker processes; a batch is one rollout from each, collected on request.
+
+    Its shape, with W workers of n envs and T steps each:
+
+    | `cat_results` | "stack"     | 0            | -1           |
+    |---------------|-------------|--------------|--------------|
+    | one env       | `[W, T]`    | `[W * T]`    | `[W * T]`    |
+    | n envs        | `[W, n, T]` | `[W * n, T]` | `[n, W * T]` |
+    """
+
+    @takes(MultiSyncOptions)
+    def __init__(self, options: MultiSyncOptions) -> None:
+        """Start the workers, and have each try its envs and the policy.
+
+        Raises:
+            DistCollectError: the errors of :class:`RPCDataCollector`.
+        """
+        self._open(options)
+
+
+class MultiaSyncDataCollector(RPCDataCollector):
+    """Steps envs in local worker processes, which keep collecting while the trainer works.
+
+    A batch is a rollout from whichever worker is done first: ``[T]`` with one env per worker,
+    ``[n, T]`` with n.
+    """
+
+    @takes(MultiAsyncOptions)
+    def __init__(self, options: MultiAsyncOptions) -> None:
+        """Start the workers, and have each try its envs and the policy.
+
+        Raises:
+            DistCollectError: the errors of :class:`RPCDataCollector`.
+        """
+        self._open(options)
+
+
+class aSyncDataCollector(RPCDataCollector):  # noqa: N801 - TorchRL's name for it
+    """Steps envs in one local worker process, which keeps collecting while the trainer works.
+
+    A batch is ``[T]`` for one env, ``[n, T]`` for n.
+    """
+
+    @takes(AsyncOptions)
+    def __init__(self, options: AsyncOptions) -> None:
+        """Start the worker, and have it try its envs and the policy.
+
+        Raises:
+            DistCollectError: the errors of :class:`RPCDataCollector`.
+        """
+        self._open(options)
+
+
+# TorchRL's other names.
 RPCCollector = RPCDataCollector
 DistributedCollector = RPCDataCollector
 DistributedDataCollector = RPCDataCollector
+DistributedSyncCollector = DistributedSyncDataCollector
+AsyncCollector = aSyncDataCollector
+MultiSyncCollector = MultiSyncDataCollector
+MultiAsyncCollector = MultiaSyncDataCollector

@@ -17,11 +17,14 @@ import torch.distributed
 from distcollect.common import torch_backends
 from distcollect.errors import ArgumentError
 from distcollect.net.interfaces import interface_of
-from distcollect.weights.gloo import gloo_group, missing_gloo_parts
 
 # Torch declares no types for its stores and process groups.
 dist: Any = torch.distributed
 
+# Gloo waits five times as long for a member's connection. All members have joined by then, and if
+# one has died since, the others are told to wait no longer; this limit is for when that message
+# doesn't arrive.
+_CONNECT_TIMEOUT_S = 2.0
 _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 _environment_lock = threading.Lock()
 
@@ -95,14 +98,34 @@ class GlooBackend(GroupBackend):
     needs_abort = False
 
     def refusal(self, gpus: Sequence[str]) -> str:
-        missing = missing_gloo_parts()
+        missing = _missing_gloo_parts()
         return f"torch {torch.__version__} lacks {', '.join(missing)}" if missing else ""
 
     def make(self, store: Any, member: GroupMember, address: str) -> Any:
-        return gloo_group(store, member.rank, member.size, address)
+        options = dist.ProcessGroupGloo._Options()  # noqa: SLF001 - there is no public way
+        # The address names the interface. Connections are made on first use, as a broadcast needs a
+        # tree of them, not all pairs; so this waits for no other member.
+        options._devices = [  # noqa: SLF001
+            dist.ProcessGroupGloo.create_device(hostname=address, lazy_init=True)
+        ]
+        options._timeout = timedelta(seconds=_CONNECT_TIMEOUT_S)  # noqa: SLF001
+        return dist.ProcessGroupGloo(store, member.rank, member.size, options)
 
     def keys(self, member: GroupMember) -> list[str]:
         return [f"0/{rank}" for rank in range(member.size)]
+
+
+def _missing_gloo_parts() -> list[str]:
+    """Names of the private parts of torch that a Gloo group needs and this torch lacks."""
+    kind = getattr(dist, "ProcessGroupGloo", None)
+    if kind is None:
+        return ["ProcessGroupGloo"]
+    needed = ((kind, "_Options"), (kind, "create_device"))
+    missing = [name for owner, name in needed if not hasattr(owner, name)]
+    options = getattr(kind, "_Options", None)
+    if options is not None:
+        missing += [name for name in ("_devices", "_timeout") if not hasattr(options, name)]
+    return missing
 
 
 class NcclBackend(GroupBackend):
