@@ -218,6 +218,7 @@ ARGUMENTS: list[Row] = [
     (lambda: dc.WeightSync(backend="mpi"), ARGUMENT, "backend='mpi'", "use 'auto'"),
     (lambda: dc.WeightSync(wire_dtype="int8"), ARGUMENT, "wire_dtype='int8'", "use 'bfloat16'"),
     (lambda: dc.WeightSync(exclude="critic.*"), KIND, r"exclude='critic\.\*'", "list of patterns"),
+    (lambda: dc.WeightSync(exclude=None), KIND, "exclude=None", "list of patterns"),  # type: ignore[arg-type]
     (lambda: dc.WeightSync(ready_timeout_s=0), ARGUMENT, "ready_timeout_s=0", "above 0"),
     (lambda: dc.EvaluationWorkers(num_episodes=0), ARGUMENT, "num_episodes=0", "1 or more"),
     (lambda: sync(frames_per_bach=5), KIND, "'frames_per_bach'", "there are: .*frames_per_batch"),

@@ -55,6 +55,8 @@ class Unsendable(nn.Module):
         ),
         ({"policy_factory": threading.Lock().acquire}, ValueError, "policy_factory can't be sent"),
         ({"storing_device": "cuda:99"}, ValueError, "storing_device='cuda:99': this process sees"),
+        ({"models": {"a.b": nn.Linear(1, 1)}}, ValueError, "without dots"),
+        ({"max_weight_update_interval": 0}, ValueError, "at least 1"),
         ({"trajs_per_batch": 0}, ValueError, "trajs_per_batch=0: must be at least 1"),
         ({"preemptive_threshold": -0.1, "sync": True}, ValueError, "at least 0 and at most 1"),
         ({"batch_deadline_s": -1, "sync": True}, ValueError, "batch_deadline_s=-1: .*above 0"),

@@ -39,7 +39,6 @@ from tensordict import TensorDict
 
 import distcollect as dc
 from distcollect.config import Faults
-from distcollect.engine import env_recovery
 from distcollect.engine.build import build_engine
 from distcollect.engine.interrupts import Stopped
 from distcollect.engine.pickled_plan import TensorTable
@@ -166,32 +165,31 @@ def test_an_env_that_goes_on_raising_is_given_up(faults: int, row: int) -> None:
     assert is_accounted_for(engine, delivered)
 
 
-def test_a_maker_that_raises_counts_as_well() -> None:
-    made: list[Fragile] = []
+def _no_licence() -> Any:
+    raise OSError("no licence")
 
-    def make() -> Fragile:
-        if made:
-            raise OSError("no licence")
-        made.append(Fragile(0, ("step", 3), LONG))
-        return made[-1]
 
-    engine = build_engine(WorkerPlan(make, 1, max_env_faults=2), traj_ids=count())
-    with pytest.raises(dc.EnvError, match=r"OSError: no licence \(it was replaced 2 times"):
+@pytest.mark.parametrize(
+    ("again", "told"),
+    [
+        (_no_licence, r"OSError: no licence \(it was replaced 2 times"),
+        (lambda: CountingEnv(action="box"), "made a second time, it has other spaces than before"),
+        (None, r"raised RuntimeError: no more steps$"),
+    ],
+    ids=["its maker raises", "is another one", "was given as an instance"],
+)
+def test_an_env_that_cannot_be_made_anew(again: Any, told: str) -> None:
+    first = Fragile(0, ("step", 3), LONG)
+    made = count()
+
+    def make() -> Any:
+        return again() if next(made) else first
+
+    given: Any = [first] if again is None else make
+    engine = build_engine(WorkerPlan(given, 1, max_env_faults=2), traj_ids=count())
+    with pytest.raises(dc.EnvError, match=told):
         collect(engine, 1)
     engine.close()  # no env is closed twice
-
-
-def test_an_env_that_comes_back_as_another_one() -> None:
-    made: list[CountingEnv] = []
-
-    def make() -> CountingEnv:
-        env = Fragile(0, ("step", 2), LONG)
-        made.append(CountingEnv(action="box") if made else env)
-        return made[-1]
-
-    engine = build_engine(WorkerPlan(make, 1, max_env_faults=1), traj_ids=count())
-    with pytest.raises(dc.EnvError, match="made a second time, it has other spaces than before"):
-        collect(engine, 1)
 
 
 def test_a_whole_episode_starts_the_count_anew() -> None:
@@ -227,13 +225,6 @@ def test_many_frames_start_the_count_anew() -> None:
         collect(engine, 17, 150)
 
 
-def test_an_instance_cannot_be_made_anew() -> None:
-    plan = WorkerPlan([Fragile(0, ("step", 3), LONG)], 1, max_env_faults=5)
-    engine = build_engine(plan, traj_ids=count())
-    with pytest.raises(dc.EnvError, match=r"raised RuntimeError: no more steps$"):
-        collect(engine, 1)
-
-
 def test_a_trial_that_raises_is_told_at_once() -> None:
     maker = Maker({1: [("reset", 1)]})
     with pytest.raises(dc.EnvError, match=r"no more resets$") as caught:
@@ -244,8 +235,6 @@ def test_a_trial_that_raises_is_told_at_once() -> None:
 
 
 def test_it_waits_longer_each_time_and_stop_ends_that() -> None:
-    assert [env_recovery._delay_s(n) for n in range(1, 6)] == [0, 0.1, 0.2, 0.4, 0.8]
-    assert env_recovery._delay_s(50) == 5
     waits = threading.Event()
     made: list[Fragile] = []
 

@@ -180,14 +180,6 @@ def test_each_frame_has_the_version_that_chose_its_action(batch_size: int, fresh
     collected.check()
 
 
-def test_a_rollout_of_another_length_goes_on_with_the_trajectories() -> None:
-    collected = Collected(make_pool())
-    for steps in (4, 9, 2, 2, 7):
-        assert collected.collect(steps).shape == (N, steps)
-    collected.engine.close()
-    collected.check()
-
-
 def test_preempted_rollouts() -> None:
     calls = count()
 
@@ -301,13 +293,6 @@ def test_rows_of_different_speeds(slowest: float, batch_size: int, fresh: bool) 
     collected.check()
     if not fresh and batch_size == 1:
         assert not collected.lost()
-
-
-def test_random_actions_and_a_seed() -> None:
-    with dc.SyncDataCollector(make_pool, frames_per_batch=N * 8) as collector:
-        collector.set_seed(1)
-        batches = [collector.next() for _ in range(3)]
-    assert torch.cat(batches)["action"].float().std() > 0.3
 
 
 def test_reproducible_is_refused() -> None:

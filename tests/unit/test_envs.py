@@ -13,7 +13,6 @@ from gymnasium.wrappers import vector as vector_wrappers
 from helpers.counting_envs import (
     ACTIONS,
     IN_PROCESS_KINDS,
-    OBSERVATIONS,
     UNCUTTABLE_KINDS,
     CountingEnv,
     CountingMaker,
@@ -23,9 +22,7 @@ from helpers.env_contract import (
     N,
     batch_of,
     check_episode_statistics_of_the_vector_wrapper,
-    check_every_action_space,
     check_every_kind_keeps_the_contract,
-    check_every_observation_space,
     check_rows_that_cannot_be_cut_say_so,
     check_wrappers_that_change_live_arrays_in_place,
     contexts,
@@ -49,18 +46,6 @@ def test_every_kind_keeps_the_contract(kind: str, info_keys: list[str] | None) -
 @pytest.mark.parametrize("kind", [kind for kind in IN_PROCESS_KINDS if kind in UNCUTTABLE_KINDS])
 def test_rows_that_cannot_be_cut_say_so(kind: str) -> None:
     check_rows_that_cannot_be_cut_say_so(kind)
-
-
-@pytest.mark.parametrize("kind", ["plain", "plain-reuse", "sync-same", "native-same"])
-@pytest.mark.parametrize("observation", OBSERVATIONS)
-def test_every_observation_space(kind: str, observation: str) -> None:
-    check_every_observation_space(kind, observation)
-
-
-@pytest.mark.parametrize("kind", ["plain", "sync-next", "native-next"])
-@pytest.mark.parametrize("action", ACTIONS)
-def test_every_action_space(kind: str, action: str) -> None:
-    check_every_action_space(kind, action)
 
 
 @pytest.mark.parametrize("action", ACTIONS)

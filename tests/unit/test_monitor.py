@@ -138,19 +138,6 @@ def test_a_callback_that_hangs_holds_nobody_up(
     assert watch._ended.wait(20)
 
 
-def test_statistics_that_cannot_be_made_end_what_is_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    def latest() -> Stats:
-        raise RuntimeError("of our own")
-
-    watch = MonitorThread(dc.Monitor(view=False, run_dir=tmp_path, every_s=0.001))
-    watch.begin(latest)
-    assert watch._ended.wait(20)
-    assert "statistics of the run end here" in caplog.text
-    watch.close(None)
-
-
 def test_lines_are_json_whatever_envs_give(tmp_path: Path) -> None:
     inf, nan = float("inf"), float("nan")
     file = JsonLines(tmp_path / "stats.jsonl", 5.0)
@@ -179,15 +166,6 @@ def test_collectors_that_write_at_once_write_to_files_of_their_own(
     ids = [line["collector_id"] for line in lines(path)]
     assert ids[0] == ids[1] != ids[2]
     assert [line["collector_id"] for line in lines(tmp_path / "stats-2.jsonl")].count(ids[0]) == 0
-
-
-def test_a_line_that_a_killed_run_left_spoils_none_of_the_next_run(tmp_path: Path) -> None:
-    path = tmp_path / "stats.jsonl"
-    path.write_text('{"time": 1}\n{"time": 2, "fra')
-    file = JsonLines(path, 5.0)
-    file.write(STATS)
-    file.close()
-    assert json.loads(path.read_text().splitlines()[2])["frames"] == 10
 
 
 def test_lines_about_many_workers_come_less_often(tmp_path: Path) -> None:

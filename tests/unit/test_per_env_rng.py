@@ -12,8 +12,6 @@ import gymnasium as gym
 import pytest
 import torch
 from helpers.counting_envs import CountingEnv
-from helpers.per_env_rng import categorical
-from tensordict import TensorDict
 from torch import distributions as d
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
@@ -199,20 +197,6 @@ def test_an_env_made_anew_changes_nothing_for_others() -> None:
     usual, mended = collected(faulty=False), collected(faulty=True)
     assert torch.equal(usual[[0, 2]], mended[[0, 2]])
     assert not torch.equal(usual[1], mended[1])
-
-
-def test_the_trainers_own_draws_change_nothing() -> None:
-    """Also in the process that steps the envs."""
-
-    def run(draws_in_between: bool) -> TensorDict:
-        with dc.SyncDataCollector("CartPole-v1", categorical, frames_per_batch=50) as collector:
-            collector.set_seed(3)
-            first = collector.next()
-            if draws_in_between:
-                torch.rand(100)
-            return torch.cat([first, collector.next()]).exclude("collector")
-
-    assert bool((run(False) == run(True)).all())
 
 
 def test_scripted_code() -> None:

@@ -45,17 +45,6 @@ def test_agents_that_die_early() -> None:
     assert torch.equal(ends["terminated"], ~ends["truncated"])
 
 
-@pytest.mark.parametrize("frames", [1, 3, 7])
-def test_an_agent_that_dies_ends_no_trajectory(frames: int) -> None:
-    settings: dict[str, Any] = {"frames_per_batch": 2 * frames, "envs_per_worker": 2}
-    with dc.SyncDataCollector(Lives, trajs_per_batch=6, **settings) as collector:
-        whole = collector.next()
-        assert collector.abandoned_frames == 0
-    assert whole.shape == (6, 4)
-    assert whole["collector", "mask"].all()
-    assert (whole["next", "done"][..., 0] == torch.tensor([False, False, False, True])).all()
-
-
 def test_a_policy_that_writes_the_rewards_of_agents() -> None:
     keys: Any = {"in_keys": [("ant", "observation")]}
     keys["out_keys"] = [("ant", "action"), ("bee", "action"), ("ant", "reward")]
@@ -67,14 +56,6 @@ def test_a_policy_that_writes_the_rewards_of_agents() -> None:
 
     with pytest.raises(dc.PolicyError, match=r"'ant\.reward', a name that is taken"):
         dc.SyncDataCollector(Lives, TensorDictModule(choose, **keys), frames_per_batch=4)
-
-
-def test_only_agents_that_are_there_act() -> None:
-    env = dc.PettingZooEnv(Lives())
-    env.reset()
-    for expected in (["ant_0", "ant_1", "bee"], ["ant_0", "ant_1", "bee"], ["ant_1", "bee"]):
-        env.step(env.action_space.sample())
-        assert env.env.acted == expected
 
 
 def test_seeds() -> None:

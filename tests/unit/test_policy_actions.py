@@ -182,12 +182,6 @@ def test_distribution_with_several_log_probabilities(make: Any, action: str, mat
         call(lambda x: make(), action=action)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this host has a GPU")
-def test_device_that_this_host_lacks() -> None:
-    with pytest.raises(dc.PolicyError, match=r"can't be moved to 'cuda' .*policy_device='cpu'"):
-        bind(Passing(4, 4), "box32", device=torch.device("cuda"))
-
-
 def test_distribution_with_extras() -> None:
     policy = lambda x: (Categorical(logits=torch.ones(N, 5)), {"value": x[:, 0]})  # noqa: E731
     _, extras, arrays = call(policy)

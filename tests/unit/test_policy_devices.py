@@ -14,7 +14,6 @@ from torch import nn
 
 from distcollect.collectors.pickling import home, pickled_plans
 from distcollect.collectors.worker_options import MultiSyncOptions
-from distcollect.common import gpus
 from distcollect.engine.build import build_engine
 from distcollect.engine.pickled_plan import unpickled
 from distcollect.engine.plan import WorkerPlan
@@ -30,17 +29,6 @@ class Placed(nn.Module):
 
     def parameters(self, recurse: bool = True) -> Any:
         yield SimpleNamespace(device=self._device)
-
-
-def test_a_policy_on_the_cpu_stays_there() -> None:
-    policy = nn.Linear(4, 2)
-    assert home(policy, {"other": nn.Linear(4, 2)}) is None
-    assert home(None, {}) is None
-    assert home(lambda observation: observation, {}) is None
-    [payload] = pickled_plans(
-        WorkerPlan("CartPole-v1", 1, policy=policy), [{"create_env_fn": "CartPole-v1"}]
-    )
-    assert unpickled(payload).device is None
 
 
 def test_a_policy_on_a_gpu_computes_on_one() -> None:
@@ -59,12 +47,6 @@ def test_which_device_is_not_known() -> None:
             home(policy, models)
     with pytest.raises(ArgumentError, match="are on meta"):
         home(nn.Linear(4, 2, device="meta"), {})
-
-
-def test_the_device_that_was_named_counts() -> None:
-    plan = WorkerPlan("CartPole-v1", 1, policy=nn.Linear(4, 2), device=torch.device("cuda:3"))
-    [payload] = pickled_plans(plan, [{"create_env_fn": "CartPole-v1"}])
-    assert unpickled(payload).device == torch.device("cuda:3")
 
 
 class TestAListHasOneForEachWorker:
@@ -115,11 +97,6 @@ class TestADeviceThatAWorkerLacks:
         )
         with pytest.raises(PolicyError, match=r"can't be moved to 'cuda' .*policy_device='cpu'"):
             build_engine(plan, traj_ids=itertools.count())
-
-    def test_it_does_not_become_the_usual_one(self) -> None:
-        for device in (None, torch.device("cpu"), torch.device("cuda"), torch.device("cuda:5")):
-            gpus.use(device)
-            assert gpus.numbered(device) == device
 
 
 def _torchrl_cartpole() -> Any:

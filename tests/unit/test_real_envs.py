@@ -40,38 +40,7 @@ def test_plain_envs_give_what_gymnasium_gives(env_id: str) -> None:
     assert_same_as_sync_vector_env(env_id, 300)
 
 
-def test_native_cartpole() -> None:
-    def make() -> Any:
-        return gym.make_vec("CartPole-v1", 4, vectorization_mode="vector_entry_point")
-
-    with batch_of(make, 4) as batch:
-        batch.reset([7, 8, 9, 10])
-        fillers = ends = 0
-        for _ in range(200):
-            result = batch.step(sample(batch))
-            ends += len(result.ended)
-            fillers += 0 if result.real is None else int((~result.real).sum())
-        assert ends > 10
-        assert ends - 4 <= fillers <= ends
-
-
 def test_every_seed_suits_native_envs() -> None:
     with batch_of(ale_py.AtariVectorEnv("pong", 2), 2) as batch:
         for seed in range(20):
             batch.reset([env_seed(seed, index) for index in range(2)])
-
-
-@pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
-def test_native_atari(mode: str) -> None:
-    env = ale_py.AtariVectorEnv("pong", 2, max_num_frames_per_episode=60, autoreset_mode=mode)
-    with batch_of(env, 2, info_keys=["lives"]) as batch:
-        batch.reset([1, 2])
-        ends = 0
-        for _ in range(60):
-            result = batch.step(sample(batch))
-            ends += len(result.ended)
-            if result.ended and mode != "NextStep":
-                row = result.ended[0]
-                assert (batch.obs["observation",][row] != batch.final["observation",][row]).any()
-        assert ends >= 4
-        assert batch.obs["observation",].dtype == np.uint8

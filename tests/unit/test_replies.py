@@ -49,33 +49,6 @@ def test_waiting_ends_at_the_limit_or_when_it_is_there() -> None:
     assert reply.result(60) == 3
 
 
-def test_a_callback_that_raises_keeps_no_other_from_being_called(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    reply: Reply[int] = Reply()
-    called: list[object] = []
-    reply.add_done_callback(lambda _: 1 // 0)
-    reply.add_done_callback(called.append)
-    with caplog.at_level(logging.ERROR):
-        reply.set_result(1)
-    assert called == [reply]
-    assert "ZeroDivisionError" in caplog.text
-
-
-def test_what_comes_then_gets_what_it_is_about_and_the_reply() -> None:
-    called: list[tuple[str, int]] = []
-
-    def then(about: str, reply: Reply[int]) -> None:
-        called.append((about, reply.result()))
-
-    reply: Reply[int] = Reply()
-    reply.then(then, "before")
-    assert called == []
-    reply.set_result(7)
-    Reply.of(8).then(then, "after")
-    assert called == [("before", 7), ("after", 8)]
-
-
 def test_what_comes_then_may_raise_and_hinders_no_callback(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -91,16 +91,6 @@ def test_lags_are_of_the_frames_in_between() -> None:
     assert history.lags == {0: 30, 2: 50}
 
 
-def test_of_many_snapshots_some_make_points() -> None:
-    rates = [2.0, 4.0, 9.0]
-    told = [
-        snapshot(t, frames_per_s=rate, lag={"frames": {"1": 10 * t, "3": t}})
-        for t, rate in enumerate(rates)
-    ]
-    points = history_of(told, per_point=2).points
-    assert [(p.t_s, p.frames_per_s, p.lag_max) for p in points] == [(1, 4.0, 3), (2, 9.0, 3)]
-
-
 def test_a_clock_that_is_set_back_turns_no_curve_back() -> None:
     told = [snapshot(1), snapshot(2, time=BEGUN_AT - 500), snapshot(3, time=BEGUN_AT - 499)]
     told += [snapshot(1, time=BEGUN_AT - 490, collector_id="another")]

@@ -9,60 +9,15 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from helpers.counting_envs import ACTIONS, OBSERVATIONS
 
 from distcollect.errors import SpaceError
 from distcollect.rollout.spaces import (
     RESERVED,
     Leaf,
-    flatten,
     indexable,
-    leaf_spaces,
     leaves_of,
-    numpy_dtype,
     torch_dtype,
-    unflatten,
 )
-
-ALL_SPACES = [
-    *(("observation", name, coding.space) for name, coding in OBSERVATIONS.items()),
-    *(("action", name, space) for name, space in ACTIONS.items()),
-]
-each_space = pytest.mark.parametrize(
-    ("role", "space"),
-    [pytest.param(role, space, id=f"{role}-{name}") for role, name, space in ALL_SPACES],
-)
-
-
-@each_space
-def test_a_sample_has_the_leaves_shapes_and_dtypes(role: str, space: gym.Space[Any]) -> None:
-    parts = list(flatten(space, space.sample()))
-    for leaf, part in zip(leaves_of(space, role), parts, strict=True):
-        assert np.shape(part) == leaf.shape
-        assert np.asarray(part).dtype == leaf.numpy_dtype
-        assert leaf.zeros(2, 5).shape == (2, 5, *leaf.shape)
-
-
-@each_space
-def test_unflatten_undoes_flatten(role: str, space: gym.Space[Any]) -> None:
-    value = space.sample()
-    again = unflatten(space, flatten(space, value))
-    assert space.contains(again)
-    pairs = zip(flatten(space, again), flatten(space, value), strict=True)
-    assert all(mine is its for mine, its in pairs)
-
-
-@each_space
-def test_ends_lead_to_the_leaves(role: str, space: gym.Space[Any]) -> None:
-    value = space.sample()
-    ends = list(leaf_spaces(space))
-    for (way, end), part in zip(ends, flatten(space, value), strict=True):
-        found = value
-        for name in way:
-            found = found[name]
-        assert found is part
-        assert end.contains(part)
-    assert len(ends) == len(leaves_of(space, role))
 
 
 def test_keys() -> None:
@@ -108,11 +63,6 @@ def test_reserved_names(name: str) -> None:
 
 DTYPES = ["bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"]
 DTYPES += ["uint16", "uint32", "uint64"]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_dtypes_go_both_ways(dtype: str) -> None:
-    assert numpy_dtype(torch_dtype(np.dtype(dtype))) == np.dtype(dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

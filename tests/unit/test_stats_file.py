@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from distcollect.commands.report.history import read
 from distcollect.results import Stats
 from distcollect.telemetry.stats_file import JsonLines, newest, snapshots
 
@@ -45,13 +44,3 @@ def test_the_newest_of_none(tmp_path: Path) -> None:
     for text in ("", "noise", "{}\n" * 50_000):
         path.write_text(text)
         assert newest(path) is None
-
-
-def test_collectors_are_told_apart(tmp_path: Path) -> None:
-    """Also if the second soon lasts longer than the first."""
-    path = tmp_path / "stats.jsonl"
-    write(path, 5)
-    write(path, 6, 7)
-    history = read(path)
-    assert [point is None for point in history.points] == [False, True, False, False]
-    assert history.elapsed_s == 5 + 7

@@ -53,8 +53,3 @@ def test_few_unused_blocks_are_kept_and_none_once_forgotten() -> None:
     assert 0 < len(unused) < 10
     recycler.forget()
     assert not recycler._unused
-
-
-def test_small_tensors_are_torchs_own() -> None:
-    assert recycler.empty((3, 5), torch.int64).shape == (3, 5)
-    assert not recycler._unused

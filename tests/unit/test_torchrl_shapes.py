@@ -10,8 +10,6 @@ from helpers.torchrl_checks import zoo
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
 import distcollect as dc
-from distcollect.rollout.layout import Layout, TorchRLKeys
-from distcollect.rollout.pickled_rollout import PickledRollout, unpacked
 
 __all__ = ["zoo"]
 
@@ -59,20 +57,6 @@ def test_entries_whose_shape_changes_at_each_step(
     if "set_truncated" in options:
         truncated = batch["next", "truncated"].squeeze(-1)
         assert truncated.tolist() == 2 * [6 * [False] + [True]]
-
-
-def test_padding_of_a_rollout_of_changing_shapes_is_no_frame(zoo: Any) -> None:
-    env = zoo.Growing()
-    layout = Layout((), torchrl_keys=TorchRLKeys((("reward",),), (), ()), is_loose=True)
-    slab = PickledRollout(layout, 4)
-    td = env.reset()
-    frames = list(env.rollout(2, tensordict=td, auto_reset=False).unbind(0))
-    slab.write(0, frames, set())
-    slab.finish(2)
-    rollout = unpacked(slab.tensors())
-    rollout["number"] = torch.arange(4)
-    assert rollout["number"].tolist() == [0, 1, 2, 3]
-    assert counts(rollout[:2]) == [0, 1]
 
 
 def test_what_a_policy_writes_has_one_shape(zoo: Any) -> None:

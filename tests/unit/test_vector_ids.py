@@ -80,13 +80,6 @@ def test_ale(env_id: str) -> None:
     assert batch["observation"].dtype == torch.uint8
 
 
-@pytest.mark.parametrize(("name", "rom"), [("MsPacman", "ms_pacman"), ("ms_pacman", "ms_pacman")])
-def test_games_are_named_as_in_gymnasium_or_as_in_ale(name: str, rom: str) -> None:
-    maker: Any = vector_maker(f"ale:{name}")
-    maker.check()
-    assert maker._rom == rom
-
-
 def test_unknown_envs_are_refused() -> None:
     with pytest.raises(dc.ArgumentError, match=r"no env 'ale:Pongg': ALE has no game 'pongg'"):
         dc.SyncDataCollector("ale:Pongg", frames_per_batch=8)

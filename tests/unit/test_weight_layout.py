@@ -261,30 +261,6 @@ def test_a_buffer_that_a_forward_pass_assigns_anew_gets_each_version(in_place: b
             net.num_batches_tracked += 1
 
 
-def test_what_a_policy_does_to_its_buffers_is_not_in_the_newest_version() -> None:
-    """A push of changes starts from what was published."""
-    net = nn.BatchNorm1d(3)
-    live = LiveWeights(net)
-    offered(live, 1, 1)
-    live.apply()
-    for buffer in net.buffers():
-        buffer.add_(1)
-    copied = live.layout.empty()
-    live.copy_newest(copied)
-    assert all((view == 1).all() for view in live.layout.views(copied))
-
-
-def test_a_buffer_that_could_not_be_filled_is_not_used_again() -> None:
-    """The thread that should fill it may still write to it."""
-    live = LiveWeights(nn.Linear(2, 2))
-    for version in (1, 2):
-        live.commit(live.spare(), version)
-        live.apply()
-    torn = live.spare()
-    live.discard(torn)
-    assert live.spare().data_ptr() != torn.data_ptr()
-
-
 def test_two_threads_never_tear_a_version() -> None:
     """Between two applies, the stepping thread sees one whole version."""
     net = nn.Sequential(nn.Linear(300, 300), nn.BatchNorm1d(300), nn.Linear(300, 1))

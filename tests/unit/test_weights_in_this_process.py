@@ -6,21 +6,12 @@ import sys
 
 import cloudpickle
 import pytest
-import torch
 from helpers.envs import SamplingEnv
 from helpers.revealing_policy import Revealing, check_whole
 
 import distcollect as dc
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers can't import test modules
-
-
-def test_a_policy_without_weights_needs_no_push() -> None:
-    with dc.SyncDataCollector(
-        SamplingEnv, lambda observation: torch.zeros(1, dtype=torch.int64), frames_per_batch=4
-    ) as collector:
-        assert collector.update_policy_weights_() is None
-        assert collector.policy_version == 0
 
 
 def test_in_process_weights_are_copied_in_or_shared() -> None:
@@ -40,14 +31,3 @@ def test_in_process_weights_are_copied_in_or_shared() -> None:
         with pytest.raises(dc.WeightsError, match="missing key 'first'"):
             collector.update_policy_weights_({"large": policy.large})
         assert policy.first == 2
-
-
-def test_with_a_factory_too_the_policy_is_what_is_published() -> None:
-    policy = Revealing(value=3)
-    with dc.SyncDataCollector(
-        SamplingEnv, policy, policy_factory=Revealing, frames_per_batch=4
-    ) as collector:
-        assert collector.policy is policy
-        policy.fill(5)
-        collector.update_policy_weights_()
-        check_whole(collector.next().unsqueeze(0), {1: 5})
