@@ -13,7 +13,6 @@ of the process that started them can't end them.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import mmap
 import multiprocessing
@@ -35,7 +34,7 @@ from distcollect.launch import zygote
 from distcollect.launch.cpu_placement import CpuPlacement
 from distcollect.launch.inheritance import Inheritance, interpreter
 from distcollect.launch.progress_watch import ProgressWatch
-from distcollect.net.messages import Spawn, TrainerAddress, WorkerBoot, to_frame
+from distcollect.net.messages import Spawn, TrainerAddress, WorkerBoot, to_bytes
 
 log = logging.getLogger(__name__)
 
@@ -52,13 +51,14 @@ _BOOT = """
 import sys
 sys.path[:] = filter(None, sys.path)  # Python puts the working folder there
 import json, os
-boot = json.loads(sys.stdin.readline())
+line = sys.stdin.readline()
+boot = json.loads(line)
 if boot["cores"]:
     os.sched_setaffinity(0, boot["cores"])
 sys.path[:] = boot["sys_path"]
 from distcollect.net.messages import WorkerBoot, decode_as
 from distcollect.worker.main import main
-main(decode_as(WorkerBoot, boot))
+main(decode_as(WorkerBoot, line))
 """
 
 
@@ -190,7 +190,7 @@ class LocalProcesses:
             counters.close()
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(json.dumps(to_frame(boot)).encode() + b"\n")
+            process.stdin.write(to_bytes(boot) + b"\n")
             process.stdin.close()
         return process
 

@@ -15,7 +15,6 @@ from distcollect.errors import ArgumentError, CollectorStateError, DeadlineError
 from distcollect.launch.cpu_placement import Host, choose, may_pin
 from distcollect.launch.local_processes import LocalProcesses, ProcessEvents
 from distcollect.launch.placer import Placer
-from distcollect.net.connection import Connection
 from distcollect.net.messages import (
     Exited,
     Goodbye,
@@ -28,7 +27,7 @@ from distcollect.net.messages import (
     SupervisorWelcome,
     TrainerAddress,
 )
-from distcollect.net.server import JoinServer, JoinServerEvents
+from distcollect.net.server import Connection, JoinServer, JoinServerEvents
 
 log = logging.getLogger(__name__)
 

@@ -10,27 +10,27 @@ from distcollect.errors import LaunchError
 from distcollect.net.framing import (
     MAX_FRAME,
     FrameReader,
+    Outbox,
     configure_socket,
-    parse,
     with_length,
 )
 from distcollect.net.handshake import JoiningSide, NotProven, printable
-from distcollect.net.messages import Hello, Message, Refused, TrainerAddress, decode, encode
-from distcollect.net.outbox import Outbox
+from distcollect.net.messages import (
+    Hello,
+    Message,
+    Refused,
+    TrainerAddress,
+    decode,
+    encode,
+    to_bytes,
+)
 
 log = logging.getLogger(__name__)
 
-
 # What a listener that has not proven to be the trainer may send at once.
 _MAX_UNPROVEN_FRAME = 4096
-
-
 # For the whole handshake: longer than the trainer waits for its own part.
 ANSWER_TIMEOUT_S = 15.0
-_NO_CHALLENGE = (
-    " (it answered without a challenge, so its distcollect is an older one: install the same "
-    "version on all hosts)"
-)
 
 
 class _Refusal(LaunchError):
@@ -55,7 +55,7 @@ class ControlConnection:
         Raises:
             OSError: nobody listens there, or no answer within ``timeout_s``.
         """
-        self._host, self._port = host, port
+        self._where = f"what listens at {host}:{port}"
         self.sock = socket.create_connection((host, port), timeout=timeout_s)
         configure_socket(self.sock)
         self._outbox = Outbox(self.sock, MAX_FRAME)
@@ -77,44 +77,37 @@ class ControlConnection:
         """
         deadline = time.monotonic() + timeout_s
         handshake = JoiningSide(token)
-        where = f"what listens at {self._host}:{self._port}"
-
-        def answer() -> tuple[bytes, Message]:
-            data = self._receive_frame(deadline)
-            if data is None:
-                raise NoAnswer("it accepted the connection, but did not answer the join handshake")
-            message = decode(parse(data))
-            if isinstance(message, Refused):
-                raise _Refusal(printable(message.reason))
-            return data, message
-
-        is_challenged = False
         try:
-            self._send(with_length(handshake.opening))
-            challenge, _ = answer()
-            is_challenged = True
-            self._send(with_length(handshake.prove(challenge)))
-            handshake.verify(answer()[0])
+            challenge = self._ask(handshake.opening, deadline)
+            handshake.verify(self._ask(handshake.prove(challenge), deadline))
             self._reader.max_frame = MAX_FRAME
-            self.send(hello)
-            _, welcome = answer()
+            self.welcome = decode(self._ask(to_bytes(hello), deadline))
         except NoAnswer:
             raise
         except _Refusal as error:
-            old = "" if is_challenged else _NO_CHALLENGE
-            raise LaunchError(f"the trainer refused this {hello.role}: {error}{old}") from error
+            raise LaunchError(f"the trainer refused this {hello.role}: {error}") from error
         except NotProven as error:
             raise LaunchError(
-                f"{where} is not this run's trainer ({error}): check the address, and that "
+                f"{self._where} is not this run's trainer ({error}): check the address, and that "
                 "DISTCOLLECT_TOKEN_FILE names a file with the same secret there and here"
             ) from error
         except LaunchError as error:
             raise LaunchError(
-                f"{where} is no trainer of distcollect's ({error}): check the address"
+                f"{self._where} is no trainer of distcollect's ({error}): check the address"
             ) from error
         self.sock.settimeout(None)
-        self.welcome = welcome
-        return welcome
+        return self.welcome
+
+    def _ask(self, data: bytes, deadline: float) -> bytes:
+        """Send a frame of the handshake, and return the trainer's answer."""
+        self._send(with_length(data))
+        answer = self._receive_frame(deadline)
+        if answer is None:
+            raise NoAnswer("it accepted the connection, but did not answer the join handshake")
+        message = decode(answer)
+        if isinstance(message, Refused):
+            raise _Refusal(printable(message.reason))
+        return answer
 
     def send(self, message: Message) -> None:
         """Send a message; do nothing if the trainer is gone (:meth:`receive` reports that)."""
@@ -133,7 +126,7 @@ class ControlConnection:
             LaunchError: what arrived is no message of ours.
         """
         data = self._receive_frame()
-        return None if data is None else decode(parse(data))
+        return None if data is None else decode(data)
 
     def _receive_frame(self, deadline: float | None = None) -> bytes | None:
         """Return the next frame; None if the trainer is gone, or the deadline has passed."""

@@ -28,14 +28,12 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import json
 import secrets
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from distcollect.errors import LaunchError
-from distcollect.net.framing import parse, with_length
-from distcollect.net.messages import Message, decode_as, versions
+from distcollect.net.framing import with_length
+from distcollect.net.messages import Message, decode_as, to_bytes, versions
 
 _NUM_NONCE_BYTES = 32
 _JOINS, _TRAINS = b"distcollect: a process joins", b"distcollect: the trainer answers"
@@ -81,12 +79,6 @@ class NotProven(LaunchError):
     """The other side did not show that it knows the token."""
 
 
-def to_bytes(message: Message) -> bytes:
-    """Return a message as the bytes of a frame, without their length."""
-    assert isinstance(message, (Opening, Challenge, Proof))
-    return json.dumps({"message": type(message).__name__, **asdict(message)}).encode()
-
-
 def _mac(token: str, role: bytes, opening: bytes, challenge: bytes) -> str:
     key = token.encode(errors="surrogatepass")
     # With their lengths, so that different parts never make the same text.
@@ -95,7 +87,7 @@ def _mac(token: str, role: bytes, opening: bytes, challenge: bytes) -> str:
 
 
 def _is_proof(data: bytes, mac: str) -> bool:
-    proof = decode_as(Proof, parse(data))
+    proof = decode_as(Proof, data)
     return hmac.compare_digest(proof.mac.encode(errors="surrogatepass"), mac.encode())
 
 
@@ -117,7 +109,7 @@ class JoiningSide:
         Raises:
             LaunchError: it is no challenge.
         """
-        decode_as(Challenge, parse(challenge))
+        decode_as(Challenge, challenge)
         self._challenge = challenge
         return to_bytes(Proof(_mac(self._token, _JOINS, self.opening, challenge)))
 
@@ -150,28 +142,22 @@ class TrainerSide:
         """Return the frame that answers a frame of the process.
 
         Raises:
-            NotProven: the process is to be refused; the message says why.
-            LaunchError: the same; the process is not part of distcollect, or has no token.
+            LaunchError: the process is not part of distcollect, or does not know the token.
         """
         if not self._opening:
-            frame = parse(data)
-            if "token" in frame:  # an older version's first message shows the token itself
-                raise NotProven(differing_versions(frame.get("versions")) or UNPROVEN)
-            self.versions = decode_as(Opening, frame).versions
+            self.versions = decode_as(Opening, data).versions
             self._opening, self._challenge = data, to_bytes(Challenge())
             return self._challenge
         if not _is_proof(data, _mac(self._token, _JOINS, self._opening, self._challenge)):
-            raise NotProven(UNPROVEN)
+            raise LaunchError("its proof was made with another one")
         self.is_proven = True
         return to_bytes(Proof(_mac(self._token, _TRAINS, self._opening, self._challenge)))
 
 
-def differing_versions(theirs: Any) -> str:
+def differing_versions(theirs: dict[str, str]) -> str:
     """Say which versions of a process that joins differ from ours; "" if none does."""
-    theirs = theirs if isinstance(theirs, dict) else {}
     differing = ", ".join(
-        f"its {name} is {printable(str(theirs.get(name, 'unknown'))[:20])}, "
-        f"the trainer's is {version}"
+        f"its {name} is {printable(theirs.get(name, 'unknown')[:20])}, the trainer's is {version}"
         for name, version in versions().items()
         if theirs.get(name) != version
     )

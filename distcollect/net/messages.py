@@ -26,6 +26,7 @@ message, an unknown, missing or wrongly typed field is refused. A started worker
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import platform
 import sys
@@ -38,7 +39,7 @@ from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type
 from distcollect.common.memory_segment import Segment
 from distcollect.common.process_exit import ProcessExit
 from distcollect.errors import LaunchError
-from distcollect.net.framing import Frame, pack
+from distcollect.net.framing import with_length
 
 M = TypeVar("M")
 
@@ -293,39 +294,44 @@ class WorkerBoot(Message):
         return worker_name(self.worker_id, self.settings.collector)
 
 
-def to_frame(message: Message) -> Frame:
-    """Return a message as a JSON object."""
+def to_bytes(message: Message) -> bytes:
+    """Return a message as a frame's bytes, without their length."""
     assert is_dataclass(message)
-    return {"message": type(message).__name__, **asdict(message)}
+    return json.dumps({"message": type(message).__name__, **asdict(message)}).encode()
 
 
 def encode(message: Message) -> bytes:
-    """Return a message as a frame's bytes."""
-    return pack(to_frame(message))
+    """Return a message as a whole frame."""
+    return with_length(to_bytes(message))
 
 
-def decode(frame: Frame) -> Message:
-    """Return the message in a frame.
+def decode(data: bytes | str) -> Message:
+    """Return the message in a frame's bytes.
 
     Raises:
-        LaunchError: there is no such message, or a field is unknown, missing or of a wrong type.
+        LaunchError: there is none, or a field is unknown, missing or of a wrong type.
     """
-    name = frame.get("message")
+    try:
+        frame = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise LaunchError("a frame without JSON: the peer is not part of distcollect") from error
+    if not isinstance(frame, dict):
+        raise LaunchError("a frame without a JSON object: the peer is not part of distcollect")
+    name = frame.pop("message", None)
     kind = Message.kinds.get(name) if isinstance(name, str) else None
     if kind is None:
         raise LaunchError(f"a frame with the unknown message {name!r}")
-    rest = {key: value for key, value in frame.items() if key != "message"}
-    message: Message = _record(kind, rest, kind.__name__)
+    message: Message = _record(kind, frame, kind.__name__)
     return message
 
 
-def decode_as(kind: type[M], frame: Frame) -> M:
-    """Return the message in a frame, which has to be a ``kind``.
+def decode_as(kind: type[M], data: bytes | str) -> M:
+    """Return the message in a frame's bytes, which has to be a ``kind``.
 
     Raises:
         LaunchError: it is something else; see :func:`decode`.
     """
-    message = decode(frame)
+    message = decode(data)
     if not isinstance(message, kind):
         raise LaunchError(f"a {type(message).__name__} message instead of a {kind.__name__}")
     return message

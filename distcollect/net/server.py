@@ -15,6 +15,7 @@ The server's thread never waits for a single peer, not even for one that has joi
 from __future__ import annotations
 
 import contextlib
+import enum
 import errno
 import logging
 import math
@@ -28,16 +29,15 @@ from typing import Any
 
 from distcollect.common import open_files
 from distcollect.errors import LaunchError
-from distcollect.net.connection import MAX_UNPROVEN_BYTES, Connection, State
 from distcollect.net.framing import (
     MAX_FRAME,
-    Frame,
+    FrameReader,
+    Outbox,
     configure_socket,
     open_sockets,
-    parse,
     with_length,
 )
-from distcollect.net.handshake import UNPROVEN, NotProven, differing_versions
+from distcollect.net.handshake import UNPROVEN, TrainerSide, differing_versions
 from distcollect.net.interfaces import listen
 from distcollect.net.messages import Hello, Message, Refused, decode, decode_as, encode
 
@@ -47,6 +47,7 @@ log = logging.getLogger(__name__)
 HANDSHAKE_TIMEOUT_S = 10.0
 # Messages are small: a peer that takes no part of one for so long hangs.
 SEND_TIMEOUT_S = 10.0
+_MAX_UNSENT = 8 * MAX_FRAME
 # A refused peer has so long to read why.
 _LINGER_S = 1.0
 # For what is still to be sent when the server closes.
@@ -63,10 +64,79 @@ _NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 # Of each kind of event, so many are reported one by one in a period, the others as a number.
 _REPORTS, _REPORT_PERIOD_S = 10, 10.0
 _REFUSED = "refused"
-# How often to look at what has a time limit.
-_TICK_S = 0.25
 # Of a peer that has not proven the token.
-MAX_UNPROVEN_READS = 16
+_MAX_UNPROVEN_BYTES = 4096
+_MAX_UNPROVEN_READS = 16
+
+
+class State(enum.Enum):
+    """Of a connection of the join server."""
+
+    UNPROVEN = enum.auto()  # in the handshake
+    PROVEN = enum.auto()  # the peer knows the token; its Hello has not come yet
+    ADMITTED = enum.auto()
+    REFUSED = enum.auto()  # what else the peer sends is not read; it is closed soon
+    CLOSED = enum.auto()
+
+
+class Connection:
+    """The trainer's end of a connection to a process that joins.
+
+    The join server alone uses it until the peer is admitted. Then others may send and close, on any
+    thread.
+
+    Attributes:
+        hello: how the peer introduced itself; once it is admitted.
+        state: see :class:`State`; the join server changes it, and what follows.
+        sock: does not block.
+        address: of the peer's host.
+        handshake: see :class:`TrainerSide`.
+        reader: puts the peer's frames together.
+        num_reads: how often something was read.
+        outbox: what is still to be sent.
+    """
+
+    hello: Hello
+
+    def __init__(
+        self, sock: socket.socket, address: str, token: str, has_unsent: Callable[[], None]
+    ) -> None:
+        """``has_unsent``: called when the peer does not take all at once."""
+        self.sock = sock
+        self.address = address
+        self.state = State.UNPROVEN
+        self.handshake = TrainerSide(token)
+        self.reader = FrameReader(_MAX_UNPROVEN_BYTES)
+        self.num_reads = 0
+        self.outbox = Outbox(sock, _MAX_UNSENT)
+        self._has_unsent = has_unsent
+
+    @property
+    def is_over(self) -> bool:
+        """Return True if nothing more is read."""
+        return self.state in (State.REFUSED, State.CLOSED)
+
+    @property
+    def is_stranger(self) -> bool:
+        """Return True if the peer has not proven that it knows the token."""
+        return self.state in (State.UNPROVEN, State.REFUSED)
+
+    def send(self, message: Message) -> None:
+        """Send a message without waiting for the peer; do nothing if the peer is gone.
+
+        The server's thread sends what the peer does not take now. A peer that takes nothing for
+        :data:`SEND_TIMEOUT_S` is cut off. Its end is reported in both cases.
+        """
+        try:
+            if self.outbox.send(encode(message)):
+                self._has_unsent()
+        except OSError as error:
+            log.debug("no %s to %s: %s", type(message).__name__, self.address, error)
+            self.outbox.end()
+
+    def close(self) -> None:
+        """End the connection; it is reported as closed."""
+        self.outbox.end()
 
 
 class JoinServerEvents:
@@ -100,7 +170,6 @@ class JoinServer:
         events: to report to; may be replaced at any time.
         address: where it listens.
         port: where it listens.
-        max_strangers: the most connections without a proof, and refused ones that are not closed.
     """
 
     def __init__(self, address: str, token: str, events: JoinServerEvents, port: int = 0) -> None:
@@ -112,30 +181,28 @@ class JoinServer:
         self.events = events
         self._token = token
         self._listener = listen(address, port)
-        self._listener.setblocking(False)
-        open_sockets.add(self._listener)
         self.address: str = address
         self.port: int = self._listener.getsockname()[1]
-        self.max_strangers = max(1, min(MAX_STRANGERS, open_files.limit() // _SHARE_OF_FILES))
-        # Each with the time at which it is closed unless something happens before; the oldest
-        # first.
+        self._max_strangers = max(1, min(MAX_STRANGERS, open_files.limit() // _SHARE_OF_FILES))
+        self._admitted: set[Connection] = set()
+        # When a connection is closed unless something happens before; the oldest first.
         self._deadlines: dict[Connection, float] = {}
-        self._allowance = self._most_at_once = 2.0 * MAX_STRANGERS  # connections to accept
-        self._paused_until: float | None = None  # None: connections are accepted
+        # Each connection that is accepted moves this time on, and may move it so far ahead.
+        self._accepted_until = 0.0
+        self._most_ahead_s = (2.0 * MAX_STRANGERS - 1) / _STRANGERS_PER_S
+        self._accept_at = math.inf  # infinite while connections are accepted
         self._notices: Counter[str] = Counter()  # in this period, by kind
         self._period_ends = math.inf
-        # When to look at what has a time limit; infinite if nothing has one.
-        self._ticked_at = time.monotonic()
-        self._tick_at = math.inf
         self._is_closing = threading.Event()
         self._close_by = math.inf
         self._wake, self._waker = socket.socketpair()
-        for sock in (self._wake, self._waker):
+        self._sockets = (self._listener, self._wake, self._waker)
+        self._selector = selectors.DefaultSelector()
+        for sock in self._sockets:
             sock.setblocking(False)
             open_sockets.add(sock)
-        self._selector = selectors.DefaultSelector()
-        for readable in (self._listener, self._wake):
-            self._selector.register(readable, selectors.EVENT_READ)
+        for sock in (self._listener, self._wake):
+            self._selector.register(sock, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="distcollect-join", daemon=True)
         self._thread.start()
 
@@ -159,18 +226,16 @@ class JoinServer:
 
     def _run(self) -> None:
         while not self._is_over():
-            pause_s = max(0.0, self._tick_at - time.monotonic())
-            ready = self._selector.select(None if pause_s == math.inf else pause_s)
-            for key, events in ready:
+            times = (self._accept_at, self._period_ends, self._close_by)
+            due = min(*times, *self._deadlines.values())
+            pause_s = None if due == math.inf else max(0.0, due - time.monotonic())
+            for key, events in self._selector.select(pause_s):
                 self._guarded(key.data, self._serve, key, events)
-            now = time.monotonic()
-            if now >= self._tick_at:
-                self._guarded(None, self._tick, now)
-            elif ready:  # perhaps there is something with a time limit now
-                self._tick_at = min(self._tick_at, now + _TICK_S)
-        for connection in self._deadlines:
+            if (now := time.monotonic()) >= due:
+                self._guarded(None, self._do_what_is_due, now)
+        for connection in (*self._deadlines, *self._admitted):
             connection.outbox.close()
-        for sock in (self._listener, self._wake, self._waker):
+        for sock in self._sockets:
             sock.close()
         self._selector.close()
 
@@ -188,13 +253,13 @@ class JoinServer:
                 self._drop(connection)
 
     def _is_over(self) -> bool:
-        """Return whether this was closed, and its last messages were sent or had time enough."""
+        """Return True if this was closed, and its last messages were sent or had time enough."""
         if not self._is_closing.is_set():
             return False
         if self._close_by == math.inf:
             self._close_by = time.monotonic() + _CLOSE_TIMEOUT_S
             self._pause_accepting(math.inf)
-        has_unsent = any(each.outbox.num_unsent for each in self._deadlines)
+        has_unsent = any(each.outbox.num_unsent for each in self._admitted)
         return not has_unsent or time.monotonic() >= self._close_by
 
     def _serve(self, key: selectors.SelectorKey, events: int) -> None:
@@ -202,23 +267,17 @@ class JoinServer:
             self._accept()
         elif key.fileobj is self._wake:
             self._wake.recv(65536)
-            for connection in list(self._deadlines):
-                if connection.outbox.num_unsent:
-                    self._write(connection)
+            for connection in [each for each in self._admitted if each.outbox.num_unsent]:
+                self._write(connection)
         else:
             if events & selectors.EVENT_WRITE:
                 self._write(key.data)
             if events & selectors.EVENT_READ:
                 self._read(key.data)
 
-    def _tick(self, now: float) -> None:
-        """Do what is due, and plan the next time."""
-        self._tick_at = now + _TICK_S
-        gained = (now - self._ticked_at) * _STRANGERS_PER_S
-        self._allowance = min(self._most_at_once, self._allowance + gained)
-        self._ticked_at = now
-        if self._paused_until is not None and self._paused_until <= now and self._allowance >= 1:
-            self._paused_until = None
+    def _do_what_is_due(self, now: float) -> None:
+        if self._accept_at <= now:
+            self._accept_at = math.inf
             self._selector.register(self._listener, selectors.EVENT_READ)
         for connection in [each for each, at in self._deadlines.items() if at <= now]:
             where = f"from {connection.address}"
@@ -228,19 +287,12 @@ class JoinServer:
                 self._note(f"closed: no handshake within {HANDSHAKE_TIMEOUT_S:g} s", where)
             self._drop(connection)
         if self._period_ends <= now:
-            for kind, count in self._notices.items():
+            self._period_ends = math.inf
+            notices, self._notices = self._notices, Counter()
+            for kind, count in notices.items():
                 if count > _REPORTS:
                     number = f"{count - _REPORTS} more connections were {kind}"
                     self._report(kind, f"{number} (within {_REPORT_PERIOD_S:g} s)")
-            self._notices.clear()
-            self._period_ends = math.inf
-        is_timed = (
-            self._paused_until is not None
-            or self._allowance < self._most_at_once
-            or min([self._period_ends, *self._deadlines.values()]) < math.inf
-        )
-        if not is_timed:
-            self._tick_at = math.inf
 
     def _note(self, kind: str, detail: str) -> None:
         """Report what became of a connection, or count it if there are many of the ``kind``."""
@@ -258,16 +310,17 @@ class JoinServer:
             log.warning("%s", text)
 
     def _pause_accepting(self, until: float) -> None:
-        if self._paused_until is None:
+        self._accept_at = until
+        with contextlib.suppress(KeyError):  # it pauses already
             self._selector.unregister(self._listener)
-        self._paused_until = until
 
     def _accept(self) -> None:
         now = time.monotonic()
-        if self._allowance < 1:
-            self._pause_accepting(now)
+        begin = max(now, self._accepted_until)
+        if begin > now + self._most_ahead_s:
+            self._pause_accepting(begin - self._most_ahead_s)
             return
-        self._allowance -= 1
+        self._accepted_until = begin + 1 / _STRANGERS_PER_S
         try:
             sock, (address, *_) = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):  # it is gone already
@@ -277,7 +330,7 @@ class JoinServer:
             if error.errno not in _NO_ROOM or not self._drop_oldest_stranger():
                 self._pause_accepting(now + _ACCEPT_PAUSE_S)
             return
-        if self.num_strangers >= self.max_strangers:
+        if self.num_strangers >= self._max_strangers:
             self._note("closed to make room: too many did not prove the token", "the oldest")
             self._drop_oldest_stranger()
         connection = Connection(sock, str(address), self._token, self._wake_up)
@@ -300,13 +353,13 @@ class JoinServer:
     def _drop(self, connection: Connection) -> None:
         if connection.state is State.CLOSED:
             return
-        was_admitted = connection.state is State.ADMITTED
         connection.state = State.CLOSED
-        del self._deadlines[connection]
+        self._deadlines.pop(connection, None)
         with contextlib.suppress(KeyError):  # it was refused, or gone when it was accepted
             self._selector.unregister(connection.sock)
         connection.outbox.close()
-        if was_admitted:
+        if connection in self._admitted:
+            self._admitted.discard(connection)
             try:
                 self.events.closed(connection)
             except Exception:
@@ -317,7 +370,7 @@ class JoinServer:
             return
         is_unproven = connection.state is State.UNPROVEN
         try:
-            data = connection.sock.recv(MAX_UNPROVEN_BYTES if is_unproven else 65536)
+            data = connection.sock.recv(_MAX_UNPROVEN_BYTES if is_unproven else 65536)
         except BlockingIOError:
             return
         except OSError:
@@ -330,13 +383,11 @@ class JoinServer:
         try:
             while not connection.is_over and (frame := connection.reader.next()) is not None:
                 self._handle(connection, frame)
-        except NotProven as error:
-            self._refuse_stranger(connection, str(error))
         except LaunchError as error:
             if connection.state is not State.UNPROVEN:
                 raise
             self._refuse_stranger(connection, f"{UNPROVEN} ({str(error)[:100]})")
-        if connection.state is State.UNPROVEN and connection.num_reads >= MAX_UNPROVEN_READS:
+        if connection.state is State.UNPROVEN and connection.num_reads >= _MAX_UNPROVEN_READS:
             self._refuse_stranger(connection, UNPROVEN)
 
     def _handle(self, connection: Connection, frame: bytes) -> None:
@@ -345,24 +396,23 @@ class JoinServer:
             if connection.handshake.is_proven:
                 connection.state = State.PROVEN
                 self._deadlines[connection] = time.monotonic() + HANDSHAKE_TIMEOUT_S
-                self._allowance = min(self._most_at_once, self._allowance + 1)
+                self._accepted_until -= 1 / _STRANGERS_PER_S
                 connection.reader.max_frame = MAX_FRAME
             if not self._sent(connection, answer):
                 self._drop(connection)  # these few bytes always fit, unless it is gone
         elif connection.state is State.PROVEN:
-            self._introduce(connection, parse(frame))
+            self._introduce(connection, frame)
         else:
-            self.events.received(connection, decode(parse(frame)))
+            self.events.received(connection, decode(frame))
 
-    def _introduce(self, connection: Connection, frame: Frame) -> None:
+    def _introduce(self, connection: Connection, frame: bytes) -> None:
         # The versions count first: another protocol's message may differ.
         differing = differing_versions(connection.handshake.versions)
         try:
-            hello = decode_as(Hello, frame)
+            hello = connection.hello = decode_as(Hello, frame)
         except LaunchError as error:  # for example a rank of the doctor at a trainer's port
             self._refuse_stranger(connection, differing or str(error))
             return
-        connection.hello = hello
         answer = Refused(differing) if differing else self.events.admit(connection)
         if isinstance(answer, Refused):
             self._refuse(connection, answer)
@@ -370,7 +420,8 @@ class JoinServer:
                 self.events.refused(hello, differing)
             return
         connection.state = State.ADMITTED
-        self._deadlines[connection] = math.inf
+        self._admitted.add(connection)
+        del self._deadlines[connection]
         connection.send(answer)
         self.events.admitted(connection)
 
@@ -390,7 +441,7 @@ class JoinServer:
 
     @staticmethod
     def _sent(connection: Connection, data: bytes) -> bool:
-        """Send to a peer that was not admitted; return whether it was sent at once, as a whole."""
+        """Send to a peer that was not admitted; return True if it took all of it at once."""
         try:
             return not connection.outbox.send(data)
         except OSError:
@@ -400,15 +451,15 @@ class JoinServer:
         """Send what is unsent; the peer has a time limit from now, or from when it took some."""
         if connection.state is not State.ADMITTED:
             return
-        num_before, is_new = connection.outbox.num_unsent, self._deadlines[connection] == math.inf
+        num_before = connection.outbox.num_unsent
         try:
             has_unsent = connection.outbox.send()
         except OSError:
             self._drop(connection)
             return
         if not has_unsent:
-            self._deadlines[connection] = math.inf
-        elif is_new or connection.outbox.num_unsent < num_before:
+            self._deadlines.pop(connection, None)
+        elif connection not in self._deadlines or connection.outbox.num_unsent < num_before:
             self._deadlines[connection] = time.monotonic() + SEND_TIMEOUT_S
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if has_unsent else 0)
         self._selector.modify(connection.sock, events, connection)

@@ -31,7 +31,6 @@ from distcollect.errors import (
     WorkerMismatch,
 )
 from distcollect.launch.worker_hosts import HostEvents, WorkerHosts
-from distcollect.net.connection import Connection
 from distcollect.net.messages import (
     Exit,
     Hello,
@@ -47,6 +46,7 @@ from distcollect.net.messages import (
     WorkerWelcome,
     worker_name,
 )
+from distcollect.net.server import Connection
 from distcollect.results import WorkerState
 from distcollect.roster.interfaces import MembershipObserver
 from distcollect.roster.membership import PRESENT, Membership, MembershipCommand, Ping, Start

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from distcollect.common.process_exit import ProcessExit
 from distcollect.errors import DeadlineError, DistCollectError, WorkerError, WorkerLost
-from distcollect.net.connection import Connection
+from distcollect.net.server import Connection
 from distcollect.roster.membership import WorkerPhase
 from distcollect.transport.worker_service import WorkerInfo
 

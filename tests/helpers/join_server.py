@@ -18,11 +18,10 @@ from helpers.marked import Marked
 from helpers.paths import SCRIPTS
 
 from distcollect.net.client import ControlConnection
-from distcollect.net.connection import Connection
 from distcollect.net.framing import FrameReader, with_length
-from distcollect.net.handshake import JoiningSide, Opening, to_bytes
-from distcollect.net.messages import Hello, Message, WorkerHello, WorkerWelcome
-from distcollect.net.server import JoinServer, JoinServerEvents
+from distcollect.net.handshake import JoiningSide, Opening
+from distcollect.net.messages import Hello, Message, WorkerHello, WorkerWelcome, to_bytes
+from distcollect.net.server import Connection, JoinServer, JoinServerEvents
 
 SOON_S = 60  # for what takes a moment, except on a machine that is very busy
 TOKEN = "a token"

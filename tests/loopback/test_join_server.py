@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import socket
-import struct
 import threading
 
 import pytest
@@ -13,7 +13,6 @@ from helpers.join_server import (
     TOKEN,
     WELCOME,
     Connect,
-    Listener,
     Recorder,
     connect,
     events,
@@ -25,26 +24,20 @@ from helpers.join_server import (
 import distcollect as dc
 from distcollect.common.process_exit import ProcessExit
 from distcollect.launch.supervisor import join
-from distcollect.net.framing import Frame, pack
+from distcollect.net.framing import with_length
 from distcollect.net.handshake import Opening
 from distcollect.net.messages import (
-    PROTOCOL,
     Exited,
     Goodbye,
     Refused,
     SupervisorHello,
     TrainerAddress,
-    encode,
-    to_frame,
+    to_bytes,
     versions,
 )
 from distcollect.net.server import JoinServer
 
 __all__ = ["connect", "events", "server"]
-
-
-def frame(data: bytes, length: int | None = None) -> bytes:
-    return struct.pack("!I", len(data) if length is None else length) + data
 
 
 def test_joins_and_exchanges_frames(server: JoinServer, events: Recorder, connect: Connect) -> None:
@@ -137,54 +130,22 @@ def test_another_version_is_refused_naming_both(
     assert client.receive() is None
 
 
-OLD_HELLO = {
-    "message": "WorkerHello",
-    "token": TOKEN,
-    "versions": {**versions(), "protocol": "2"},
-    "host": "there",
-    "pid": 1,
-    "worker_id": 0,
-    "incarnation": 0,
-}
-
-
-def test_an_older_process_is_told_the_versions(
-    server: JoinServer, events: Recorder, connect: Connect
-) -> None:
-    """It shows its token in its first message, and understands one answer."""
-    client = connect(server)
-    client.sock.sendall(pack(OLD_HELLO))
-    answer = client.receive()
-    assert isinstance(answer, Refused)
-    assert f"its protocol is 2, the trainer's is {PROTOCOL}; install the same" in answer.reason
-    assert "its protocol is 2" in events.next("refused")
-
-
-def test_an_older_trainer_is_recognised(connect: Connect) -> None:
-    """It answers any first message without a token by this refusal."""
-    with (
-        Listener(lambda sock, _: sock.sendall(encode(Refused("it has no token")))) as listener,
-        pytest.raises(dc.LaunchError, match=r"it has no token.*older.*install the same"),
-    ):
-        connect(port=listener.port).join(hello(), TOKEN)
-
-
 def test_garbage_after_joining_closes_the_connection(
     server: JoinServer, events: Recorder, connect: Connect
 ) -> None:
     client = connect(server)
     client.join(hello(), TOKEN)
     connection = events.next("admitted")
-    client.sock.sendall(frame(b"nonsense"))
+    client.sock.sendall(with_length(b"nonsense"))
     assert events.next("closed") is connection
     assert client.receive() is None
 
 
-HELLO = to_frame(hello())
+HELLO = json.loads(to_bytes(hello()))
 BAD_FIELDS = {
     "unknown message": {**HELLO, "message": "Greeting"},
     "no message": {key: value for key, value in HELLO.items() if key != "message"},
-    "not a hello": to_frame(Goodbye()),
+    "not a hello": json.loads(to_bytes(Goodbye())),
     "missing field": {key: value for key, value in HELLO.items() if key != "incarnation"},
     "unknown field": {**HELLO, "more": 1},
     "text for a number": {**HELLO, "worker_id": "0"},
@@ -195,11 +156,11 @@ BAD_FIELDS = {
 
 @pytest.mark.parametrize("sent", BAD_FIELDS.values(), ids=BAD_FIELDS.keys())
 def test_a_malformed_hello_is_refused(
-    server: JoinServer, events: Recorder, sent: Frame, connect: Connect
+    server: JoinServer, events: Recorder, sent: dict[str, object], connect: Connect
 ) -> None:
     client = connect(server)
     prove(client, TOKEN)
-    client.sock.sendall(pack(sent))
+    client.sock.sendall(with_length(json.dumps(sent).encode()))
     answer = client.receive()
     assert isinstance(answer, Refused)
     assert answer.reason

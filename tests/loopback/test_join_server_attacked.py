@@ -32,11 +32,10 @@ from helpers.waiting import eventually
 import distcollect as dc
 from distcollect.net import server as server_module
 from distcollect.net.client import ControlConnection, NoAnswer
-from distcollect.net.connection import Connection
 from distcollect.net.framing import MAX_FRAME, with_length
-from distcollect.net.handshake import Challenge, JoiningSide, Opening, Proof, to_bytes
-from distcollect.net.messages import Goodbye, Kill, Refused
-from distcollect.net.server import JoinServer
+from distcollect.net.handshake import Challenge, JoiningSide, Opening, Proof
+from distcollect.net.messages import Goodbye, Kill, Refused, to_bytes
+from distcollect.net.server import Connection, JoinServer
 
 __all__ = ["connect", "events", "server"]
 

@@ -10,9 +10,8 @@ from distcollect.commands.doctor.host_report import HostReport, inspect_host
 from distcollect.commands.doctor.links import Rank
 from distcollect.common.shared_memory import sample_for, sample_of_memory
 from distcollect.net.client import ControlConnection
-from distcollect.net.connection import Connection
 from distcollect.net.messages import Exit, Hello, Message, PeerAddress, Refused, WorkerWelcome
-from distcollect.net.server import JoinServerEvents
+from distcollect.net.server import Connection, JoinServerEvents
 from distcollect.transport.peer_ids import identity
 from distcollect.transport.protocol import Transport
 from distcollect.transport.start import start_server

@@ -9,9 +9,8 @@ import threading
 import time
 
 from distcollect.net.client import ControlConnection
-from distcollect.net.connection import Connection
 from distcollect.net.messages import Message, WorkerHello, WorkerWelcome
-from distcollect.net.server import JoinServer, JoinServerEvents
+from distcollect.net.server import Connection, JoinServer, JoinServerEvents
 
 
 def fork_a_child() -> None:

@@ -1,4 +1,4 @@
-"""What is kept for a peer that does not read."""
+"""Frames that come in pieces, and what is kept for a peer that does not read."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import socket
 from collections.abc import Callable
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from distcollect.net.outbox import Outbox
+from distcollect.errors import LaunchError
+from distcollect.net.framing import FrameReader, Outbox, with_length
 
 
 @pytest.mark.parametrize("end", [Outbox.end, Outbox.close])
@@ -48,3 +51,24 @@ def test_chunks_come_in_their_order_however_slowly_the_peer_takes_them() -> None
         while data := there.recv(1 << 16):
             received += data
         assert received == sent
+
+
+@settings(max_examples=10 * settings.default.max_examples)
+@given(st.lists(st.binary(max_size=50), max_size=20), st.lists(st.integers(1, 30)))
+def test_frames_come_whole_however_they_are_cut(frames: list[bytes], cuts: list[int]) -> None:
+    data = b"".join(with_length(frame) for frame in frames)
+    reader, found = FrameReader(), []
+    for size in [*cuts, len(data)]:
+        piece, data = data[:size], data[size:]
+        reader.feed(piece)
+        while (frame := reader.next()) is not None:
+            found.append(frame)
+    assert found == frames
+
+
+def test_a_longer_frame_than_allowed_is_refused_by_its_length_alone() -> None:
+    reader = FrameReader(max_frame=10)
+    reader.feed(with_length(bytes(10)) + with_length(bytes(11))[:4])
+    assert reader.next() == bytes(10)
+    with pytest.raises(LaunchError, match="11 bytes"):
+        reader.next()
