@@ -233,7 +233,7 @@ class EventLoop:
         with self._going_on():
             if isinstance(error, EnvError) and error.num_env_faults:
                 self.core.requests.env_failed(slot, error.num_env_faults)
-                self._stats_recorder.env_failed(slot.worker_id, slot.incarnation, error)
+                self._stats_recorder.env_failed(error.env_faults)
             self._failure_sink.report(slot.worker_id, slot.incarnation, error, is_final=is_final)
 
     def report_drained(self, slot: WorkerSlot) -> None:

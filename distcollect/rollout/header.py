@@ -14,10 +14,9 @@ Span = tuple[str, str, int, int]
 
 
 class WorkReport(NamedTuple):
-    """How a process has spent its time since its first rollout, and which episodes just ended.
+    """How a process has spent its time since its last report, and which episodes just ended.
 
-    The times are totals over all rollouts of the process; the episodes are those that ended in the
-    rollout that the report comes with.
+    The episodes are those that ended in the rollout that the report comes with.
 
     Attributes:
         busy_ns: time spent collecting; the next three are parts of it.

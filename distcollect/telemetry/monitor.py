@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -23,9 +23,9 @@ from distcollect.telemetry.display import (
     is_terminal,
     log_line,
 )
-from distcollect.telemetry.prometheus import open_prometheus
+from distcollect.telemetry.prometheus import Prometheus
 from distcollect.telemetry.stats_file import STATS_FILE, JsonLines
-from distcollect.telemetry.tensorboard import open_tensorboard
+from distcollect.telemetry.tensorboard import TensorBoard
 from distcollect.telemetry.trace import Trace
 
 log = logging.getLogger("distcollect")
@@ -47,9 +47,8 @@ class Writer(Protocol):
     about: str
     every_s: float
 
-    @property
-    def write(self) -> Callable[[Stats], object]:
-        """Shows or writes a snapshot; the last one has ``stats.ended``."""
+    def write(self, stats: Stats, /) -> object:
+        """Show or write a snapshot; the last one has ``stats.ended``."""
 
     def close(self) -> None:
         """Release all resources; no more snapshots follow."""
@@ -77,15 +76,12 @@ class MonitorThread:
             raise ArgumentTypeError(f"monitor={options!r}: must be a distcollect.Monitor")
         self.metrics = tuple(options.metrics)
         self._writers: list[Writer] = []
-        self._latest: Callable[[], Stats | None] = lambda: None
+        self._latest: Callable[[], Stats | None] | None = None  # before the first batch
         self._last: Stats | None = None
-        self._final: Stats | None = None
         self._thread = threading.Thread(target=self._run, name="distcollect-monitor", daemon=True)
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # held while the thread is started, and told to end
         self._end = threading.Event()
         self._ended = threading.Event()
-        self._begun = False
-        self._closed = False
         path = options.trace if trace is None else trace
         self.trace: Trace | None = None
         try:
@@ -105,14 +101,14 @@ class MonitorThread:
                 folder.mkdir(parents=True, exist_ok=True)
                 add(JsonLines(folder / STATS_FILE, options.every_s))
                 if options.tensorboard:
-                    add(open_tensorboard(folder, options.every_s))
+                    add(TensorBoard(folder, options.every_s))
             except OSError as error:
                 raise ArgumentError(
                     f"Monitor(run_dir={str(folder)!r}): can't be written to ({error.strerror}); "
                     "name another folder"
                 ) from error
         if options.prometheus_port is not None:
-            add(open_prometheus(options.prometheus_port, self._now))
+            add(Prometheus(options.prometheus_port, self._now))
         if options.callback is not None:
             add(_Callback("Monitor(callback=...)", options.callback, options.every_s))
         if wants_view(options):
@@ -124,36 +120,25 @@ class MonitorThread:
                 add(_Callback("the log", _log, _LOG_EVERY_S))
 
     def _now(self) -> Stats | None:
-        return self._latest()
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether :meth:`begin` was called."""
-        return self._begun
-
-    @property
-    def is_current(self) -> bool:
-        """Whether this is called on the thread, by a writer."""
-        return self._thread is threading.current_thread()
+        return None if self._latest is None else self._latest()
 
     def begin(self, latest: Callable[[], Stats | None]) -> None:
         """The first batch is requested. ``latest`` gives snapshots, or None if there are none."""
         with self._lock:
-            self._latest, self._begun = latest, True
-            if self._writers and not self._closed:
+            self._latest = latest
+            if self._writers and not self._end.is_set():
                 self._thread.start()
 
     def close(self, last: Stats | None) -> None:
         """Pass on the last snapshot, if there is one, and end. A second call does nothing."""
         with self._lock:
-            if self._closed:
+            if self._end.is_set():
                 return
-            self._closed = True
-        self._final = last
-        self._end.set()
+            last = self._last = last or self._last
+            self._end.set()
         # This may run on the thread itself: a callback may shut its collector down, and a collector
         # without references may be finalized on any thread.
-        if self._thread.ident is None or self.is_current:
+        if self._thread.ident is None or self._thread is threading.current_thread():
             self._finish()
         elif not self._ended.wait(_JOIN_TIMEOUT_S):
             log.warning(
@@ -161,8 +146,7 @@ class MonitorThread:
                 _JOIN_TIMEOUT_S,
                 ", ".join(writer.about for writer in self._writers),
             )
-        last = self._last if last is None else last
-        if self._begun and last is not None and last.delivered:
+        if self._latest is not None and last is not None and last.delivered:
             log.info("%s", find_bottleneck(last))
         self._close_trace()
 
@@ -187,13 +171,16 @@ class MonitorThread:
             pause_s = min(due[id(writer)] for writer in self._writers) - time.monotonic()
             if self._end.wait(min(max(0.0, pause_s), threading.TIMEOUT_MAX)):
                 return
-            stats = self._latest()
+            stats = self._now()
             if stats is None:
                 return
             if stats.ended:
                 self._end.wait(_SHUTDOWN_S)  # close() passes on the last one, with final counts
                 return
-            self._last = stats
+            with self._lock:
+                if self._end.is_set():
+                    return
+                self._last = stats
             for writer in list(self._writers):
                 if due[id(writer)] <= time.monotonic() and not self._end.is_set():
                     self._write(writer, stats)
@@ -201,10 +188,9 @@ class MonitorThread:
 
     def _finish(self) -> None:
         """Pass on the last snapshot, and close all writers."""
-        last = self._last if self._final is None else self._final
-        if last is not None and self._begun:
+        if self._last is not None and self._latest is not None:
             for writer in list(self._writers):
-                self._write(writer, replace(last, ended=True))
+                self._write(writer, replace(self._last, ended=True))
         self._drop_all()
 
     def _write(self, writer: Writer, stats: Stats) -> None:
@@ -237,13 +223,13 @@ def wants_view(options: Monitor) -> bool:
     return os.environ.get(VIEW_VARIABLE, "1").lower() not in ("0", "off", "false", "no")
 
 
+@dataclass
 class _Callback:
     """Calls a function with each snapshot."""
 
-    def __init__(self, about: str, function: Callable[[Stats], object], every_s: float) -> None:
-        self.about = about
-        self.every_s = every_s
-        self.write = function
+    about: str
+    write: Callable[[Stats], object]
+    every_s: float
 
     def close(self) -> None:
         """Nothing to do."""

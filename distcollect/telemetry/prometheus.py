@@ -51,36 +51,12 @@ _OF_WORKERS: dict[str, tuple[str, Callable[[WorkerStats], float]]] = {
 }
 
 
-def open_prometheus(port: int, latest: Callable[[], Stats | None]) -> Prometheus:
-    """Serve metrics at ``port``.
-
-    Raises:
-        ArgumentError: the port is taken, or prometheus_client is not installed.
-    """
-    try:
-        return Prometheus(port, latest)
-    except ImportError as error:
-        raise ArgumentError(
-            f"Monitor(prometheus_port={port}): {error}; install it with "
-            "pip install 'distcollect[prometheus]'"
-        ) from error
-    except OSError as error:
-        raise ArgumentError(
-            f"Monitor(prometheus_port={port}): can't listen there ({error.strerror}); name "
-            "another port, or 0 for any that is free"
-        ) from error
-
-
 def figures(stats: Stats) -> dict[str, float]:
     """The numbers of a snapshot that are plotted over time; unknown ones are left out."""
     values = {name: of(stats) for name, (_, of) in {**_COUNTERS, **_GAUGES}.items()}
     for who, times in (("trainer", stats.trainer), ("worker", stats.times)):
         values.update((f"{who}_share_{name}", value) for name, value in vars(times).items())
-    return dict(_known(values))
-
-
-def _known(values: Mapping[str, float]) -> Iterator[tuple[str, float]]:
-    return ((name, value) for name, value in values.items() if not math.isnan(value))
+    return {name: value for name, value in values.items() if not math.isnan(value)}
 
 
 class StatsCollector:
@@ -160,31 +136,25 @@ class Prometheus:
         """Listen at ``port``; 0: any that is free.
 
         Raises:
-            ImportError: prometheus_client is not installed.
-            OSError: the port is taken.
+            ArgumentError: the port is taken, or prometheus_client is not installed.
         """
-        from prometheus_client import CollectorRegistry, start_http_server  # noqa: PLC0415
+        try:
+            from prometheus_client import CollectorRegistry, start_http_server  # noqa: PLC0415
 
-        # Not the default registry, which has metrics of the user's process.
-        registry = CollectorRegistry()
-        registry.register(StatsCollector(latest))
-        self._server, self._thread = start_http_server(port, "127.0.0.1", registry)
-        serve_metrics: Any = self._server.get_app()
-
-        def serve(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-            if environ["PATH_INFO"] != "/metrics":
-                start_response("404 Not Found", [])
-                return []
-            if latest() is None:
-                start_response("503 Service Unavailable", [("Content-Type", "text/plain")])
-                return [b"no batch was asked for yet\n"]
-            body: Iterable[bytes] = serve_metrics(environ, start_response)
-            return body
-
-        self._server.set_app(serve)
-        handler: Any = self._server.RequestHandlerClass
-        # A client that connects and sends nothing is dropped after this many seconds.
-        self._server.RequestHandlerClass = type("Handler", (handler,), {"timeout": 5.0})
+            # Not the default registry, which has metrics of the user's process.
+            registry = CollectorRegistry()
+            registry.register(StatsCollector(latest))
+            self._server, self._thread = start_http_server(port, "127.0.0.1", registry)
+        except ImportError as error:
+            raise ArgumentError(
+                f"Monitor(prometheus_port={port}): {error}; install it with "
+                "pip install 'distcollect[prometheus]'"
+            ) from error
+        except OSError as error:
+            raise ArgumentError(
+                f"Monitor(prometheus_port={port}): can't listen there ({error.strerror}); name "
+                "another port, or 0 for any that is free"
+            ) from error
         self.port: int = self._server.server_address[1]
         log.info("metrics for Prometheus: http://127.0.0.1:%d/metrics", self.port)
 

@@ -8,12 +8,12 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, TypeAlias
+from operator import add
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from distcollect.common.clock import clock_ns
-from distcollect.errors import EnvError
 from distcollect.results import (
     EnvFault,
     EpisodeStats,
@@ -30,9 +30,6 @@ from distcollect.telemetry.trace import PushTimes, Trace
 
 Activity = Literal["train", "collect", "weights", "transfer", "assemble"]
 
-_Recent: TypeAlias = deque[float]  # of the last episodes
-
-_NO_FRAMES = Frames()
 _NUM_TIMES = 6  # the first fields of a WorkReport
 _RECENT_EPISODES = 100
 _RECENT_FAULTS = 20
@@ -43,50 +40,40 @@ _MARK_EVERY_NS = 500_000_000
 
 @dataclass(slots=True)
 class _Tally:
-    """Counters of one worker.
+    """Counters of one worker, or of all together.
 
     Attributes:
-        incarnation: number of its present process.
-        work: work of the present process, up to its last rollout.
-        before: work of its earlier processes.
+        metrics: for each metric, its values in the last episodes.
+        incarnation: number of its present process; None before the first.
+        work: how its processes spent their time.
         lags: maps a policy lag, in versions, to the number of delivered frames that have it.
         num_bytes: size of its rollouts that were fetched.
         transfer_ns: time in which its rollouts were being fetched.
         num_restarts: how often its process was replaced.
-        num_env_faults: how often an env raised in the present process.
-        faults_before: the same in its earlier processes.
         num_episodes: episodes that ended.
-        metrics: for each metric, its values in the last episodes.
     """
 
-    incarnation: int
-    metrics: dict[str, _Recent]
+    metrics: dict[str, deque[float]]
+    incarnation: int | None = None
     work: WorkReport = NO_WORK
-    before: WorkReport = NO_WORK
     lags: Counter[int] = field(default_factory=Counter)
     num_bytes: int = 0
     transfer_ns: int = 0
     num_restarts: int = 0
-    num_env_faults: int = 0
-    faults_before: int = 0
     num_episodes: int = 0
 
-    def replaced(self, incarnation: int) -> None:
-        """Count for another process from now on."""
-        self.before, self.work = _sum((self.before, self.work)), NO_WORK
-        self.num_restarts += 1
-        self.faults_before += self.num_env_faults
-        self.num_env_faults = 0
-        self.incarnation = incarnation
+    def add_work(self, work: WorkReport) -> None:
+        """Add times; episodes are left out, as they belong to single rollouts."""
+        times = map(add, self.work[:_NUM_TIMES], work[:_NUM_TIMES])
+        self.work = WorkReport(*times)
 
     def add(self, other: _Tally) -> None:
         """Add the counters of another worker."""
-        self.before = _sum((self.before, other.before, other.work))
+        self.add_work(other.work)
         self.lags.update(other.lags)
         self.num_bytes += other.num_bytes
         self.transfer_ns += other.transfer_ns
         self.num_restarts += other.num_restarts
-        self.faults_before += other.faults_before + other.num_env_faults
         self.num_episodes += other.num_episodes
 
 
@@ -116,7 +103,7 @@ class StatsRecorder:
         """
         self._clock = clock
         self._trace = trace
-        self._metrics = {name: _recent() for name in metrics}
+        self._names = metrics
         # Reentrant: garbage collection while it is held may close a collector.
         self._lock = threading.RLock()
         self._tallies: dict[int, _Tally] = {}
@@ -126,7 +113,9 @@ class StatsRecorder:
         self._since = 0
         self._spent: Counter[str] = Counter()
         self._marks: deque[_Mark] = deque()
+        # Of the last episodes of all workers.
         self._recent: deque[tuple[float, int]] = deque(maxlen=_RECENT_EPISODES)
+        self._metrics = self._new_tally().metrics
         self._faults: deque[EnvFault] = deque(maxlen=_RECENT_FAULTS)
         self._num_asked = 0
         self._ready_when_asked = 0
@@ -162,30 +151,36 @@ class StatsRecorder:
         """No more batches are requested. A second call does nothing."""
         with self._lock:
             if self._ended_at is None:
-                self._switch("train")
+                if self._begun_at is not None:
+                    self._account()
                 self._ended_at = self._since
 
     def _switch(self, activity: Activity) -> None:
         if self._ended_at is not None:
             return
-        now = self._clock()
         if self._begun_at is None:
-            self._begun_at = now
-            self._marks.append(_Mark(now, {}))
-        else:
-            self._spent[self._activity] += now - self._since
-            if self._trace is not None:
-                self._trace.activity(self._activity, self._since, now)
-        self._activity, self._since = activity, now
+            self._begun_at = self._since = self._clock()
+            self._marks.append(_Mark(self._since, {}))
+        elif activity != self._activity:
+            self._account()
+        self._activity = activity
+
+    def _account(self) -> None:
+        """Count the time up to now for the present activity."""
+        now = self._clock()
+        self._spent[self._activity] += now - self._since
+        if self._trace is not None:
+            self._trace.activity(self._activity, self._since, now)
+        self._since = now
 
     # What comes from workers.
 
     def joined(self, worker_id: int, incarnation: int) -> None:
         """A process has joined a worker's slot."""
         with self._lock:
-            tally = self._tally(worker_id, incarnation)
-            if incarnation != tally.incarnation:
-                tally.replaced(incarnation)
+            tally = self._tally(worker_id)
+            tally.num_restarts += tally.incarnation not in (None, incarnation)
+            tally.incarnation = incarnation
 
     def collected(self, header: Header, asked_at: int | None = None) -> None:
         """A rollout is ready; ``asked_at``: when it was requested; None: it was collected here."""
@@ -194,27 +189,20 @@ class StatsRecorder:
             self._trace.rollout(process, header.spans, asked_at or 0, self._clock())
         work = header.work
         with self._lock:
-            tally = self._tally(header.worker_id, header.incarnation)
-            if tally.incarnation != header.incarnation:
-                return  # from a process that was replaced
-            tally.work = work
-            tally.num_env_faults = header.env_faults
-            self._faults.extend(header.faults)
+            tally = self._tally(header.worker_id)
+            tally.add_work(work)
             tally.num_episodes += len(work.returns)
+            self._faults.extend(header.faults)
             self._recent.extend(zip(work.returns, work.lengths, strict=True))
             metrics = work.metrics or {}
-            for name in self._metrics:
-                values = metrics.get(name, ())
-                self._metrics[name].extend(values)
-                tally.metrics[name].extend(values)
+            for name in self._names:
+                for recent in (self._metrics, tally.metrics):
+                    recent[name].extend(metrics.get(name, ()))
 
-    def env_failed(self, worker_id: int, incarnation: int, error: EnvError) -> None:
+    def env_failed(self, faults: Iterable[EnvFault]) -> None:
         """An env of a worker raised too often; no header tells of its last faults."""
         with self._lock:
-            tally = self._tally(worker_id, incarnation)
-            if tally.incarnation == incarnation:
-                tally.num_env_faults = error.num_env_faults
-                self._faults.extend(error.env_faults)
+            self._faults.extend(faults)
 
     def pushed(self, push: PushTimes) -> None:
         """Weights were sent."""
@@ -231,34 +219,27 @@ class StatsRecorder:
             now = self._clock()
             self._trace.fetched(worker_id, now - took_ns, now)
 
-    def delivered(
-        self, batch: Iterable[tuple[int, Sequence[tuple[int, int]]]], at: int | None = None
-    ) -> None:
-        """A batch was delivered.
-
-        Args:
-            batch: of each rollout the worker_id and pairs (lag, frames).
-            at: when it was, in nanoseconds of the clock; None: now.
-        """
+    def delivered(self, batch: Iterable[tuple[int, Sequence[tuple[int, int]]]]) -> None:
+        """A batch was delivered: of each rollout the worker_id and pairs (lag, frames)."""
         with self._lock:
             for worker_id, lags in batch:
                 counts = self._tally(worker_id).lags
                 for lag, count in lags:
                     counts[lag] += count
-            now = self._clock() if at is None else at
+            now = self._clock()
             if now - self._marks[-1].at >= _MARK_EVERY_NS:
                 self._marks.append(self._mark(now))
                 while len(self._marks) > 2 and self._marks[1].at <= now - _RECENT_NS:
                     self._marks.popleft()
 
-    def _tally(self, worker_id: int, incarnation: int = 0) -> _Tally:
+    def _tally(self, worker_id: int) -> _Tally:
         tally = self._tallies.get(worker_id)
         if tally is None:
-            tally = self._tallies[worker_id] = self._new_tally(incarnation)
+            tally = self._tallies[worker_id] = self._new_tally()
         return tally
 
-    def _new_tally(self, incarnation: int = 0) -> _Tally:
-        return _Tally(incarnation, {name: _recent() for name in self._metrics})
+    def _new_tally(self) -> _Tally:
+        return _Tally({name: deque(maxlen=_RECENT_EPISODES) for name in self._names})
 
     def _mark(self, now: int) -> _Mark:
         return _Mark(now, {w: tally.lags.total() for w, tally in self._tallies.items()})
@@ -282,15 +263,18 @@ class StatsRecorder:
         with self._lock:
             now = self._clock() if self._ended_at is None else self._ended_at
             spent = self._spent.copy()
+            begun_at = now if self._begun_at is None else self._begun_at
             if self._begun_at is not None:
                 spent[self._activity] += now - self._since
-            elapsed_s = (now - (now if self._begun_at is None else self._begun_at)) / 1e9
-            missing = {w: self._new_tally() for w in states if w not in self._tallies}
-            tallies = dict(sorted({**self._tallies, **missing}.items()))
+            elapsed_s = (now - begun_at) / 1e9
             fates = ledger.workers if ledger else {}
             rates = self._rates(now)
-            workers = {
-                worker_id: WorkerStats(
+            every = self._new_tally()
+            workers = {}
+            for worker_id in sorted({*self._tallies, *states}):
+                tally = self._tally(worker_id)
+                every.add(tally)
+                workers[worker_id] = WorkerStats(
                     state=states.get(worker_id, "lost"),
                     frames=tally.lags.total(),
                     num_ready=ready.get(worker_id, 0),
@@ -298,30 +282,35 @@ class StatsRecorder:
                     metrics=_means(tally.metrics),
                     **_figures(
                         tally,
-                        fates.get(worker_id, _NO_FRAMES),
+                        fates.get(worker_id, Frames()),
                         rates.get(worker_id, 0.0),
                         elapsed_s,
                     ),
                 )
-                for worker_id, tally in tallies.items()
-            }
-            every = self._new_tally()
-            for tally in tallies.values():
-                every.add(tally)
             return replace(
                 about,
                 elapsed_s=elapsed_s,
                 delivered=every.lags.total(),
-                episodes=_episodes(every.num_episodes, self._recent, _means(self._metrics)),
+                episodes=self._episodes(every.num_episodes),
                 trainer=_shares(spent),
                 num_ready=sum(ready.values()),
                 mean_ready=self._ready_when_asked / max(1, self._num_asked),
                 env_faults=tuple(self._faults),
                 workers=workers,
                 **_figures(
-                    every, ledger.total if ledger else _NO_FRAMES, sum(rates.values()), elapsed_s
+                    every, ledger.total if ledger else Frames(), sum(rates.values()), elapsed_s
                 ),
             )
+
+    def _episodes(self, count: int) -> EpisodeStats:
+        metrics = _means(self._metrics)
+        if not count:
+            return EpisodeStats(metrics=metrics)
+        returns, lengths = map(np.array, zip(*self._recent, strict=True))
+        with np.errstate(invalid="ignore"):  # rewards may be infinite
+            mean = float(returns.mean())
+        lowest, highest = float(returns.min()), float(returns.max())
+        return EpisodeStats(count, mean, float(lengths.mean()), lowest, highest, metrics)
 
     def _rates(self, now: int) -> dict[int, float]:
         """The recent frames/s by worker_id."""
@@ -345,19 +334,13 @@ def _figures(tally: _Tally, fate: Frames, rate: float, elapsed_s: float) -> dict
         "frames_per_s": rate,
         "mean_frames_per_s": tally.lags.total() / elapsed_s if elapsed_s else 0.0,
         "lag": Lags(dict(sorted(tally.lags.items()))),
-        "times": _times(_sum((tally.before, tally.work)), tally.transfer_ns),
+        "times": _times(tally.work, tally.transfer_ns),
         "num_bytes": tally.num_bytes,
         "num_restarts": tally.num_restarts,
-        "num_env_faults": tally.faults_before + tally.num_env_faults,
+        "num_env_faults": fate.env_faults,
         "lost": dict(fate.lost),
         "may_be_lost": fate.at_most,
     }
-
-
-def _sum(works: Iterable[WorkReport]) -> WorkReport:
-    """The sum of their times; episodes are left out, as they belong to single rollouts."""
-    times = map(sum, zip(*(work[:_NUM_TIMES] for work in works), strict=True))
-    return WorkReport._make([*times, *NO_WORK[_NUM_TIMES:]])
 
 
 def _times(work: WorkReport, transfer_ns: int) -> WorkerTimes:
@@ -383,30 +366,9 @@ def _shares(spent: Counter[str]) -> TrainerTimes:
     return TrainerTimes(**{name: ns / total for name, ns in spent.items()} if total else {})
 
 
-def _recent() -> _Recent:
-    return deque(maxlen=_RECENT_EPISODES)
-
-
-def _means(metrics: Mapping[str, _Recent]) -> dict[str, float]:
+def _means(metrics: Mapping[str, Iterable[float]]) -> dict[str, float]:
     """The mean of each metric over the episodes that have one; NaN: none has."""
     known = {name: [v for v in recent if not math.isnan(v)] for name, recent in metrics.items()}
     return {
         name: sum(values) / len(values) if values else math.nan for name, values in known.items()
     }
-
-
-def _episodes(
-    count: int, recent: Iterable[tuple[float, int]], metrics: Mapping[str, float]
-) -> EpisodeStats:
-    if not count:
-        return EpisodeStats(metrics=metrics)
-    returns, lengths = (np.array(column) for column in zip(*recent, strict=True))
-    with np.errstate(invalid="ignore"):  # rewards may be infinite
-        return EpisodeStats(
-            count,
-            float(returns.mean()),
-            float(lengths.mean()),
-            float(returns.min()),
-            float(returns.max()),
-            metrics,
-        )

@@ -111,9 +111,9 @@ class StepTimer:
             self._values = {name: tuple(each.tolist()) for name, each in values.items()}
 
     def work(self) -> WorkReport:
-        """All that was measured, up to the last rollout."""
+        """Return all that was measured since the last call."""
         returns, lengths = self._finished
-        return WorkReport(
+        report = WorkReport(
             self._busy_ns,
             self.env_ns,
             self.policy_ns,
@@ -125,6 +125,9 @@ class StepTimer:
             self._values,
             self.rests,
         )
+        self._busy_ns = self.env_ns = self.policy_ns = self.swap_ns = 0
+        self._wait_ns = self._cpu_ns = 0
+        return report
 
 
 class TracingStepTimer(StepTimer):

@@ -11,30 +11,24 @@ from distcollect.results import Stats
 from distcollect.telemetry.prometheus import figures
 
 
-def open_tensorboard(folder: Path, every_s: float) -> TensorBoard:
-    """Write events to ``folder``.
-
-    Raises:
-        ArgumentError: tensorboard is not installed.
-    """
-    try:
-        return TensorBoard(folder, every_s)
-    except ImportError as error:
-        raise ArgumentError(
-            f"Monitor(tensorboard=True): {error}; install it with "
-            "pip install 'distcollect[tensorboard]'"
-        ) from error
-
-
 class TensorBoard:
     """Writes scalars for TensorBoard; their step is the number of frames."""
 
     about = "Monitor(tensorboard=True)"
 
     def __init__(self, folder: Path, every_s: float) -> None:
-        """Write events to ``folder``; raises ImportError if tensorboard is not installed."""
-        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - an extra
+        """Write events to ``folder``.
 
+        Raises:
+            ArgumentError: tensorboard is not installed.
+        """
+        try:
+            from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - an extra
+        except ImportError as error:
+            raise ArgumentError(
+                f"Monitor(tensorboard=True): {error}; install it with "
+                "pip install 'distcollect[tensorboard]'"
+            ) from error
         self.every_s = every_s
         self._events: Any = SummaryWriter(str(folder))
 

@@ -9,17 +9,19 @@ trace, rollouts from a host with another clock have the offset and the error amo
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import json
 import logging
 import os
-import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from distcollect.common.threads import SerialThread
 from distcollect.errors import ArgumentError, ArgumentTypeError
 from distcollect.rollout.header import Span
 
@@ -38,10 +40,11 @@ MAX_EVENTS = 1_000_000
 # is exact. With rounding errors a span could overlap the next one, and viewers drop such spans.
 _TICK_NS = 125
 _TICKS_PER_US = 8
-# Events that arrive within this time are written together.
-_GATHER_S = 0.2
 _JOIN_TIMEOUT_S = 10.0
+_UNKNOWN_NS = 1 << 80
 _NOTHING: Mapping[str, Any] = {}
+# Processes are known by worker_id and incarnation.
+_TRAINER = -1, 0
 _FULL = "the trace is full: nothing was recorded from here on"
 
 
@@ -71,8 +74,7 @@ class ClockOffset:
     """
 
     def __init__(self) -> None:
-        self._lowest: int | None = None
-        self._highest: int | None = None
+        self._lowest, self._highest = -_UNKNOWN_NS, _UNKNOWN_NS
 
     def narrow(self, asked_ns: int, begun_ns: int, ended_ns: int, heard_ns: int) -> int:
         """Use a rollout to improve the offset.
@@ -88,10 +90,9 @@ class ClockOffset:
             between request and answer, unless the clocks drifted by more than the messages took.
         """
         lowest, highest = asked_ns - begun_ns, heard_ns - ended_ns
-        if self._lowest is not None and self._highest is not None:
-            both = max(lowest, self._lowest), min(highest, self._highest)
-            if both[0] <= both[1]:
-                lowest, highest = both
+        both = max(lowest, self._lowest), min(highest, self._highest)
+        if both[0] <= both[1]:
+            lowest, highest = both
         self._lowest, self._highest = lowest, highest
         # Processes of one host have the same clock.
         return 0 if lowest <= 0 <= highest else (lowest + highest) // 2
@@ -99,8 +100,6 @@ class ClockOffset:
     @property
     def error_ns(self) -> int:
         """The largest possible error of the last offset, in nanoseconds."""
-        if self._lowest is None or self._highest is None:
-            return 0
         return max(0, self._highest - self._lowest + 1) // 2
 
 
@@ -108,7 +107,7 @@ class Trace:
     """Writes one file, on a thread of its own; every method may be called from any thread.
 
     After :meth:`close` the file is a complete JSON array. If the process is killed, the end of the
-    array is missing, which viewers accept, and up to half a second of events.
+    array is missing, which viewers accept, and the newest events.
     """
 
     def __init__(
@@ -132,7 +131,7 @@ class Trace:
         if not isinstance(path, str | os.PathLike):
             raise ArgumentTypeError(f"trace={path!r}: must be the path of a file")
         try:
-            self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115 - see _run
+            self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115 - see _finish
         except OSError as error:
             raise ArgumentError(
                 f"trace={str(path)!r} can't be written ({error.strerror}): name a file in a folder "
@@ -145,29 +144,22 @@ class Trace:
         self._lock = threading.RLock()
         self._origin = clock()
         self._newest_us = 0.0
-        self._ids = itertools.count(1)  # of processes and threads, all different
-        self._threads: dict[tuple[int, str], int] = {}
-        self._processes: dict[tuple[int, int], int] = {}  # of (worker_id, incarnation)
-        self._clocks: dict[int, ClockOffset] = {}  # by process
-        self._received_until: dict[int, int] = {}
-        self._doing: tuple[str, int, int] | None = None
+        self._pids: dict[tuple[int, int], int] = {}
+        self._tids: dict[tuple[tuple[int, int], str], int] = {}
+        self._clocks: dict[tuple[int, int], ClockOffset] = {}
+        self._received_until: dict[tuple[int, int], int] = {}
         self._num_fetches = 0
-        self._queue: queue.SimpleQueue[list[dict[str, Any]]] = queue.SimpleQueue()
-        self._closing = threading.Event()
-        self._trainer = self._new_process("trainer", BATCHES, sort_index=0)
-        self._thread = threading.Thread(target=self._run, name="distcollect-trace", daemon=True)
-        self._thread.start()
+        self._separator = "[\n"  # before the next event: a comma must not follow the last one
+        self._thread = SerialThread("distcollect-trace")
+        self._ended: futures.Future[None] = futures.Future()
+        self._ids(_TRAINER, BATCHES)
 
     # What is recorded. Times are nanoseconds of this process's clock.
 
     def activity(self, activity: str, begin: int, end: int) -> None:
-        """The thread that takes batches did this; called in the order of time."""
+        """The thread that takes batches did this."""
         with self._lock:
-            if self._doing is not None and self._doing[0] == activity and self._doing[2] == begin:
-                self._doing = activity, self._doing[1], end
-                return
-            self._put_doing()
-            self._doing = activity, begin, end
+            self._spans(_TRAINER, [(BATCHES, activity, begin, end)])
 
     def rollout(
         self, process: tuple[int, int] | None, spans: Sequence[Span], request: int, heard: int
@@ -182,21 +174,20 @@ class Trace:
         """
         with self._lock:
             if process is None:
-                self._spans(self._trainer, spans)
+                self._spans(_TRAINER, spans)
                 return
             asking = f"ask worker {process[0]}"  # there is one request to a worker at a time
-            self._spans(self._trainer, [(asking, ROLLOUT, request, heard)])
+            self._spans(_TRAINER, [(asking, ROLLOUT, request, heard)])
             ours = [span for span in spans if span[0] == STEPS]
             if not ours:
                 return
-            pid = self._process(*process)
-            clock = self._clocks.setdefault(pid, ClockOffset())
+            clock = self._clocks.setdefault(process, ClockOffset())
             begun = min(begin for _, _, begin, _ in ours)
             ended = max(end for _, _, _, end in ours)
             offset = clock.narrow(request, begun, ended, heard)
             # Viewers drop a span that overlaps another one of its thread, which could happen when
             # the offset changes.
-            earliest = {STEPS: request, WEIGHTS: self._received_until.get(pid, 0)}
+            earliest = {STEPS: request, WEIGHTS: self._received_until.get(process, 0)}
             placed: list[Span] = []
             for thread, name, begin, end in spans:
                 first = min(max(begin + offset, earliest[thread]), heard)
@@ -204,9 +195,9 @@ class Trace:
                 placed.append((thread, name, first, last))
                 if thread == WEIGHTS:
                     earliest[WEIGHTS] = last
-            self._received_until[pid] = earliest[WEIGHTS]
+            self._received_until[process] = earliest[WEIGHTS]
             about = {"clock_ahead_s": -offset / 1e9, "error_s": clock.error_ns / 1e9}
-            self._spans(pid, placed, {ROLLOUT: about} if offset else {})
+            self._spans(process, placed, {ROLLOUT: about} if offset else {})
 
     def fetched(self, worker_id: int, begin: int, end: int) -> None:
         """A rollout was fetched."""
@@ -215,8 +206,7 @@ class Trace:
             about = {
                 "cat": "fetch",
                 "name": f"fetch from worker {worker_id}",
-                "pid": self._trainer,
-                "tid": self._tid(self._trainer, BATCHES),
+                **self._ids(_TRAINER, BATCHES),
                 # Otherwise viewers show it outside of all processes.
                 "id2": {"local": hex(self._num_fetches)},
             }
@@ -234,29 +224,21 @@ class Trace:
                 ("send", push.ready_ns, push.sent_ns),
                 ("acknowledge", push.sent_ns, push.end_ns),
             )
-            self._spans(self._trainer, [(WEIGHTS, *step) for step in steps])
+            self._spans(_TRAINER, [(WEIGHTS, *step) for step in steps])
 
     def close(self) -> None:
         """Write what is left, and end the array. A second call does nothing."""
         with self._lock:
             if not self._closed:
-                self._put_doing()
                 self._end("end of the trace")
-        self._closing.set()
         # A collector without references may be finalized on that very thread.
-        if self._thread is not threading.current_thread():
-            self._thread.join(_JOIN_TIMEOUT_S)
+        if not self._thread.is_current:
+            futures.wait([self._ended], _JOIN_TIMEOUT_S)
 
     # Events.
 
-    def _put_doing(self) -> None:
-        if self._doing is not None:
-            activity, begin, end = self._doing
-            self._doing = None
-            self._spans(self._trainer, [(BATCHES, activity, begin, end)])
-
     def _spans(
-        self, process: int, spans: Sequence[Span], about: Mapping[str, Any] = _NOTHING
+        self, process: tuple[int, int], spans: Sequence[Span], about: Mapping[str, Any] = _NOTHING
     ) -> None:
         """Write spans; ``about`` maps a span's name to its arguments."""
         self._put(
@@ -264,8 +246,7 @@ class Trace:
                 {
                     "ph": "X",
                     "name": name,
-                    "pid": process,
-                    "tid": self._tid(process, thread),
+                    **self._ids(process, thread),
                     "ts": (begin_us := self._us(begin)),
                     "dur": self._us(end) - begin_us,
                     **({"args": about[name]} if name in about else {}),
@@ -280,84 +261,55 @@ class Trace:
         self._newest_us = max(self._newest_us, us)
         return us
 
-    def _process(self, worker_id: int, incarnation: int) -> int:
-        key = worker_id, incarnation
-        if key not in self._processes:
-            name = f"worker {worker_id}"
-            if incarnation:
-                name += f", incarnation {incarnation}"
-            self._processes[key] = self._new_process(name, STEPS, sort_index=1 + worker_id)
-        return self._processes[key]
-
-    def _new_process(self, name: str, main_thread: str, *, sort_index: int) -> int:
-        """A new id for a process; process ids of several hosts could be equal."""
-        process = next(self._ids)
-        self._threads[process, main_thread] = process
-        self._put(
-            [
-                _about("process_name", process, process, name=name),
-                _about("process_sort_index", process, process, sort_index=sort_index),
-                _about("thread_name", process, process, name=main_thread),
-            ]
-        )
-        return process
-
-    def _tid(self, process: int, thread: str) -> int:
+    def _ids(self, process: tuple[int, int], thread: str) -> dict[str, int]:
+        """Return the ids of a process and a thread, all different; those of hosts may be equal."""
         key = process, thread
-        if key not in self._threads:
-            self._threads[key] = next(self._ids)
-            self._put([_about("thread_name", process, self._threads[key], name=thread)])
-        return self._threads[key]
+        if key not in self._tids:
+            tid = self._tids[key] = len(self._tids) + 1
+            pid = self._pids.setdefault(process, tid)
+            about: list[tuple[str, dict[str, Any]]] = [("thread_name", {"name": thread})]
+            if pid == tid:
+                worker_id, incarnation = process
+                name = "trainer" if process == _TRAINER else f"worker {worker_id}"
+                name += f", incarnation {incarnation}" if incarnation else ""
+                about.append(("process_name", {"name": name}))
+                about.append(("process_sort_index", {"sort_index": 1 + worker_id}))
+            self._put([{"ph": "M", "name": n, "pid": pid, "tid": tid, "args": a} for n, a in about])
+        return {"pid": self._pids[process], "tid": self._tids[key]}
 
     def _put(self, events: list[dict[str, Any]]) -> None:
         if self._closed or not events:
             return
-        if len(events) > self._left:
-            self._end(_FULL)
-            return
         self._left -= len(events)
-        self._queue.put(events)
+        if self._left < 0:
+            self._end(_FULL)
+        else:
+            self._thread.put(partial(self._write, events))
 
     def _end(self, reason: str) -> None:
         self._closed = True
-        about = {"ph": "i", "s": "g", "name": reason, "pid": self._trainer, "tid": self._trainer}
-        self._queue.put([{**about, "ts": self._newest_us}])
-        self._queue.put([])  # tells the thread to end
+        about = {"ph": "i", "s": "g", "name": reason, **self._ids(_TRAINER, BATCHES)}
+        self._thread.put(partial(self._write, [{**about, "ts": self._newest_us}], "\n]\n"))
+        self._ended = self._thread.submit(self._finish, reason)
+        self._thread.close()
 
-    # The thread that writes.
+    # What runs on the thread that writes.
 
-    def _run(self) -> None:
+    def _write(self, events: list[dict[str, Any]], rest: str = "") -> None:
+        if self._file.closed:
+            return
+        lines = (json.dumps(event, separators=(",", ":")) for event in events)
         try:
-            with self._file:
-                self._write()
+            self._file.write(self._separator + ",\n".join(lines) + rest)
+            self._file.flush()
         except OSError:
             # A trace must never end a run.
             log.exception("the trace %s ends here; the run goes on", self._path)
-            with self._lock:
-                self._closed = True
+            with contextlib.suppress(OSError):
+                self._file.close()
+        self._separator = ",\n"
 
-    def _write(self) -> None:
-        between = "[\n"
-        while True:
-            gathered = [self._queue.get()]
-            # More events may follow at once; they are written together.
-            self._closing.wait(_GATHER_S)
-            while not self._queue.empty():
-                gathered.append(self._queue.get())
-            events = [event for some in gathered for event in some]
-            # Commas are written before events, so that none follows the last event.
-            lines = [json.dumps(event, separators=(",", ":")) for event in events]
-            if lines:
-                self._file.write(between + ",\n".join(lines))
-                between = ",\n"
-            if not gathered[-1]:
-                self._file.write("\n]\n")
-                break
-            self._file.flush()
-        if events and events[-1]["name"] == _FULL:
+    def _finish(self, reason: str) -> None:
+        self._file.close()
+        if reason == _FULL:
             log.warning("the trace %s is full, and ends here; the run goes on", self._path)
-
-
-def _about(what: str, process: int, thread: int, **args: object) -> dict[str, Any]:
-    """An event that names or sorts a process or a thread for a viewer."""
-    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": args}

@@ -130,7 +130,8 @@ def test_the_last_hundred_episodes_of_each_worker_and_of_all() -> None:
     stats = snapshot()
     assert stats.episodes.metrics == {"success": 60 / 99}
     assert [w.metrics["success"] for w in stats.workers.values()] == [0.0, 1.0]
-    again = Stats.from_dict(json.loads(json.dumps(stats.as_dict())))
+    text = json.dumps({"from_the_future": 1, **stats.as_dict()}, allow_nan=False)
+    again = Stats.from_dict(json.loads(text))
     assert again.episodes == stats.episodes
     assert again.workers == stats.workers
 
@@ -168,9 +169,9 @@ def test_tensorboard_has_them(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="needs tensorboard (extra tensorboard)")
     from tensorboard.backend.event_processing import event_accumulator  # noqa: PLC0415
 
-    from distcollect.telemetry.tensorboard import open_tensorboard  # noqa: PLC0415
+    from distcollect.telemetry.tensorboard import TensorBoard  # noqa: PLC0415
 
-    writer = open_tensorboard(tmp_path, 1.0)
+    writer = TensorBoard(tmp_path, 1.0)
     writer.write(STATS)
     writer.close()
     events = event_accumulator.EventAccumulator(str(tmp_path))

@@ -42,23 +42,6 @@ def lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line, parse_constant=refuse) for line in file.read_text().splitlines()]
 
 
-class Told:
-    """A writer that records what it is given."""
-
-    about = "a list"
-    every_s = 0.0
-
-    def __init__(self) -> None:
-        self.stats: list[Stats] = []
-        self.closed = 0
-
-    def write(self, stats: Stats) -> None:
-        self.stats.append(stats)
-
-    def close(self) -> None:
-        self.closed += 1
-
-
 def test_a_full_disk_is_told_of_once_and_ends_nothing_else(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -81,41 +64,35 @@ def test_a_full_disk_is_told_of_once_and_ends_nothing_else(
 
 
 def test_only_the_end_is_told_of_where_that_is_wanted(tmp_path: Path) -> None:
-    watch = watching(run_dir=tmp_path, every_s=float("inf"))
-    assert not watch._ended.wait(0.2)
-    watch.close(STATS)
+    watching(run_dir=tmp_path, every_s=float("inf")).close(STATS)
     assert [line["ended"] for line in lines(tmp_path / "stats.jsonl")] == [True]
 
 
-def test_a_callback_that_shuts_the_collector_down(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("ending", ["shuts it down", "exits"])
+def test_a_callback_that_ends(
+    ending: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It ends itself only, and what is written has the end once, as its last line."""
     told: list[Stats] = []
+    has_ended = threading.Event()
 
     def tell(stats: Stats) -> None:
         told.append(stats)
-        watch.close(STATS)
-        raise RuntimeError("afterwards")
+        has_ended.set()
+        if not stats.ended:
+            if ending == "shuts it down":
+                watch.close(STATS)
+            sys.exit(1)
 
-    watch = MonitorThread(dc.Monitor(view=False, callback=tell, every_s=0.001))
-    other = Told()
-    watch._writers.append(other)
+    watch = MonitorThread(dc.Monitor(view=False, run_dir=tmp_path, callback=tell, every_s=0.001))
     watch.begin(lambda: STATS)
-    assert watch._ended.wait(20)
-    assert [stats.ended for stats in told] == [False, True]
-    # It got the end, and nothing after it.
-    assert [stats.ended for stats in other.stats[-2:]].count(True) == 1
-    assert other.stats[-1].ended
-    assert other.closed == 1
-
-
-def test_a_callback_that_exits_ends_itself_only(caplog: pytest.LogCaptureFixture) -> None:
-    other = Told()
-    watch = MonitorThread(dc.Monitor(view=False, callback=lambda _: sys.exit(1), every_s=0.001))
-    watch._writers.append(other)
-    watch.begin(lambda: STATS)
-    while not other.stats:
-        assert not watch._ended.wait(0.01)
+    assert has_ended.wait(20)
+    thread = next(t for t in threading.enumerate() if t.name == "distcollect-monitor")
     watch.close(STATS)
-    assert other.stats[-1].ended
+    thread.join(20)
+    ended = [line["ended"] for line in lines(tmp_path / "stats.jsonl")]
+    assert ended == [False] * (len(ended) - 1) + [True]
+    assert [stats.ended for stats in told] == [False, True][: 1 + (ending == "shuts it down")]
     assert caplog.text.count("Monitor(callback=...) failed") == 1
 
 
@@ -132,10 +109,8 @@ def test_a_callback_that_hangs_holds_nobody_up(
     watch = watching(callback=tell, every_s=0.001)
     assert begun.wait(20)
     watch.close(STATS)
-    assert not goes_on.is_set()
     assert "hangs for 0.05 s: Monitor(callback=...)" in caplog.text
     goes_on.set()
-    assert watch._ended.wait(20)
 
 
 def test_lines_are_json_whatever_envs_give(tmp_path: Path) -> None:
@@ -192,16 +167,15 @@ class Gone(io.StringIO):
 def test_a_terminal_that_goes_away_leaves_room_for_another() -> None:
     file = Gone()
     display = Display(Console(file=file, force_terminal=True))
-    watch = MonitorThread(dc.Monitor(view=False))
-    watch._writers.append(display)
-    watch.begin(lambda: STATS)
     display.write(STATS)
     file.gone = True
-    watch.close(STATS)
-    another = Display(Console(file=io.StringIO(), force_terminal=True))
+    with pytest.raises(OSError, match="Input/output"):
+        display.close()
+    file = Gone()
+    another = Display(Console(file=file, force_terminal=True))
     another.write(STATS)
-    assert another._live is not None
     another.close()
+    assert "10 frames" in file.getvalue()
 
 
 def test_what_is_no_terminal() -> None:
