@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import mmap
 import multiprocessing
 import os
@@ -23,17 +24,16 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from distcollect.common import open_files, worker_guard
 from distcollect.common.forks import Owner
 from distcollect.common.process_exit import ProcessExit
-from distcollect.common.step_counter import STACK_SIGNAL, SharedStepCounter
+from distcollect.common.step_counter import LIMIT_MS, STACK_SIGNAL, TASK, SharedStepCounter, Task
 from distcollect.launch import zygote
 from distcollect.launch.cpu_placement import CpuPlacement
 from distcollect.launch.inheritance import Inheritance, interpreter
-from distcollect.launch.progress_watch import ProgressWatch
 from distcollect.net.messages import Spawn, TrainerAddress, WorkerBoot, to_bytes
 
 log = logging.getLogger(__name__)
@@ -60,6 +60,59 @@ from distcollect.net.messages import WorkerBoot, decode_as
 from distcollect.worker.main import main
 main(decode_as(WorkerBoot, line))
 """
+
+
+Block = tuple[int, ...]
+
+_TEXTS = {
+    Task.COLLECT: "its envs finished no step within {:.1f} s",
+    Task.EVALUATE: "it made no progress with an evaluation within {:.1f} s",
+    Task.CALL: "a method of its envs that was called did not end within {:.1f} s",
+    Task.SET_UP: "it did not take a seed or a state within {:.1f} s",
+    Task.HOOK: "a pre_collect_hook or post_collect_hook did not end within {:.1f} s",
+}
+
+
+@dataclass
+class ProgressWatch:
+    """Whether one process makes progress.
+
+    Each step, and each begin and end of a task, is progress. A process that is idle is not watched.
+    When it starts, and when its workers stop, other deadlines hold.
+
+    Attributes:
+        step_timeout_s: how long a step may take; None: as long as it likes.
+    """
+
+    step_timeout_s: float | None
+    _seen: tuple[Block, ...] = ()
+    _since: float = field(default=0.0)
+
+    def overdue(self, blocks: tuple[Block, ...], now: float) -> str:
+        """Return what the process has been doing for too long, in words; "" if nothing.
+
+        Args:
+            blocks: what :meth:`.SharedStepCounter.blocks` gives.
+            now: seconds of the monotonic clock.
+        """
+        busy = [block for block in blocks if block[TASK] != Task.IDLE]
+        if blocks != self._seen or not busy:
+            self._seen, self._since = blocks, now
+            return ""
+        took_s = now - self._since
+        # The last block that is busy says most: an evaluation steps envs of its own.
+        for block in reversed(busy):
+            if took_s >= self._limit_s(block):
+                where = ", in an evaluation" if block is blocks[-1] else ""
+                return _TEXTS[Task(block[TASK])].format(took_s) + where
+        return ""
+
+    def _limit_s(self, block: Block) -> float:
+        step_s = math.inf if self.step_timeout_s is None else self.step_timeout_s
+        own_s = block[LIMIT_MS] / 1000
+        # The deadline of an evaluation is for its episodes. Its envs may take longer to make.
+        is_call = block[TASK] == Task.CALL
+        return own_s if is_call else max(own_s, step_s)
 
 
 class ProcessEvents:
@@ -93,11 +146,6 @@ class _Running:
     is_killed: bool = False
     is_overdue: bool = False
     reason: str = ""
-
-    def kill(self) -> None:
-        """End it and what it has started at once."""
-        self.is_killed = True
-        self.process.send_signal(worker_guard.KILL)
 
     @property
     def worker_pid(self) -> int | None:
@@ -156,18 +204,14 @@ class LocalProcesses:
             sys_path=self._inheritance.sys_path,
             authkey=multiprocessing.current_process().authkey.hex(),
         )
-        process = self._start(boot, wanted.env, counters)
-        watch = ProgressWatch(wanted.settings.step_timeout_s)
-        return _Running(process, counters, boot, wanted.env, watch)
-
-    def _start(
-        self, boot: WorkerBoot, env: Mapping[str, str], counters: SharedStepCounter
-    ) -> subprocess.Popen[bytes] | zygote.ForkedProcess:
+        process: subprocess.Popen[bytes] | zygote.ForkedProcess
         try:
-            return zygote.fork(boot, self._inheritance, env, counters)
+            process = zygote.fork(boot, self._inheritance, wanted.env, counters)
         except zygote.Unavailable as error:
             log.debug("%s is started by itself: %s", boot.name, error)
-            return self._start_alone(boot, env, counters)
+            process = self._start_alone(boot, wanted.env, counters)
+        watch = ProgressWatch(wanted.settings.step_timeout_s)
+        return _Running(process, counters, boot, wanted.env, watch)
 
     def _start_alone(
         self, boot: WorkerBoot, env: Mapping[str, str], counters: SharedStepCounter
@@ -197,20 +241,17 @@ class LocalProcesses:
     def kill(self, worker_id: int, incarnation: int) -> None:
         """End a worker at once, and all that it started; do nothing if it has ended."""
         with self._lock:
-            running = self._running.get((worker_id, incarnation))
-        if running is not None:
-            self._kill(running)
+            self._kill(self._running.get((worker_id, incarnation)))
 
-    def _kill(self, running: _Running) -> None:
-        if self._owner.is_here:
-            # While the worker is being started by itself, there is no process yet to send this to.
-            with self._lock:
-                running.kill()
+    def _kill(self, running: _Running | None) -> None:
+        # While the worker is being started by itself, there is no process yet to send this to.
+        with self._lock:
+            if running is not None and self._owner.is_here:
+                running.is_killed = True
+                running.process.send_signal(worker_guard.KILL)
 
     def terminate(self) -> None:
         """Ask all workers to leave."""
-        if not self._owner.is_here:
-            return
         with self._lock:
             for running in self._running.values():
                 running.process.send_signal(signal.SIGTERM)

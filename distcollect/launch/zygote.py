@@ -15,28 +15,14 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError, wait
-from enum import Enum
 
 from distcollect.common import memory_segment, open_files, worker_guard
 from distcollect.common.step_counter import SharedStepCounter
 from distcollect.errors import ArgumentError
 from distcollect.launch.inheritance import Inheritance, interpreter
 from distcollect.net.messages import WorkerBoot
-from distcollect.net.zygote_messages import (
-    Child,
-    Ended,
-    Fork,
-    Forked,
-    FromZygote,
-    Retire,
-    Signal,
-    ToZygote,
-    make_sockets,
-    receive,
-    send,
-)
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +31,7 @@ ZYGOTE = "DISTCOLLECT_ZYGOTE"
 _START_TIMEOUT_S = 60.0
 _END_TIMEOUT_S = 5.0
 _ANSWER_TIMEOUT_S = 1.0
+_LONGEST_BYTES = 65536
 _DEFAULTS = {
     # Threads of numpy's OpenBLAS start when it is loaded, and a process with threads isn't forked.
     "OPENBLAS_NUM_THREADS": "1",
@@ -78,32 +65,19 @@ main(boot)
 """
 
 
-class ZygoteUse(Enum):
-    """Whether workers are forked from a zygote, from the variable ``DISTCOLLECT_ZYGOTE``.
+_KEEP, _COLLECTOR, _OFF = "keep", "collector", "off"  # the values of the variable
 
-    Attributes:
-        KEEP: yes, and it waits for the next collector of this process.
-        COLLECTOR: yes, and it ends with the last open collector.
-        OFF: no, each worker is a process of its own from the start.
+
+def _use() -> str:
+    """Return whether workers are forked from a zygote, and whether it waits for collectors.
+
+    Raises:
+        ArgumentError: the environment variable has another value.
     """
-
-    KEEP = "keep"
-    COLLECTOR = "collector"
-    OFF = "off"
-
-    @classmethod
-    def chosen(cls) -> ZygoteUse:
-        """Return what the environment says.
-
-        Raises:
-            ArgumentError: it has another value.
-        """
-        value = os.environ.get(ZYGOTE, cls.KEEP.value)
-        try:
-            return cls(value)
-        except ValueError:
-            known = ", ".join(use.value for use in cls)
-            raise ArgumentError(f"{ZYGOTE}={value!r}: must be one of {known}") from None
+    value = os.environ.get(ZYGOTE, _KEEP)
+    if value not in (_KEEP, _COLLECTOR, _OFF):
+        raise ArgumentError(f"{ZYGOTE}={value!r}: must be one of {_KEEP}, {_COLLECTOR}, {_OFF}")
+    return value
 
 
 class Unavailable(Exception):
@@ -135,10 +109,10 @@ class ForkedProcess:
 
     def send_signal(self, number: int) -> None:
         """Send the guard a signal, see :mod:`distcollect.common.worker_guard`."""
-        self._zygote.send(Signal(self._number, number))
+        self._zygote.send(self._number, number)
         if self.pid is None and number == worker_guard.KILL:
             # The zygote still imports. It forks the worker later, and ends it at once.
-            self.end(-signal.SIGKILL)
+            self.note(-signal.SIGKILL)
 
     def kill(self) -> None:
         """End it at once, though its guard or the zygote hangs."""
@@ -148,13 +122,13 @@ class ForkedProcess:
         if wait([self._code], _ANSWER_TIMEOUT_S).not_done:
             self._zygote.close()
 
-    def end(self, how: int | Unavailable) -> None:
-        """Take in how it ended, or why it could not be forked."""
+    def note(self, what: int | str) -> None:
+        """Take in its exit code, or why it could not be forked."""
         with contextlib.suppress(InvalidStateError):  # it was killed before it was forked
-            if isinstance(how, int):
-                self._code.set_result(how)
+            if isinstance(what, int):
+                self._code.set_result(what)
             else:
-                self._code.set_exception(how)
+                self._code.set_exception(Unavailable(what))
 
 
 class Zygote:
@@ -176,7 +150,8 @@ class Zygote:
         self._numbers = itertools.count()
         self.is_gone = False
         self._origin = inheritance.origin()
-        self._sock, theirs = make_sockets()
+        # Both ends of a connection that keeps messages apart.
+        self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         started: Future[subprocess.Popen[bytes]] = Future()
         # The kernel ends the zygote with the thread that starts it: this one lasts.
         self._reader = threading.Thread(
@@ -193,34 +168,37 @@ class Zygote:
         """Return True if workers of this process, as it is now, can be forked from it."""
         return not self.is_gone and self._origin == inheritance.origin()
 
-    def fork(self, child: Child, counters: SharedStepCounter) -> ForkedProcess:
-        """Request a worker.
+    def fork(self, start: object, counters: SharedStepCounter) -> ForkedProcess:
+        """Request a worker, which gets ``start``. That may be large, so it travels in a file.
 
         Raises:
             OSError: the zygote is gone, or no file for the request can be made.
         """
         with memory_segment.small_file() as file, open_files.output_streams() as streams:
-            pickle.dump(child, file)
+            pickle.dump(start, file)
             file.flush()
             file.seek(0)
             with self._lock:
                 number = next(self._numbers)
                 forked = self._forked[number] = ForkedProcess(number, self, counters)
                 try:
-                    send(self._sock, Fork(number), [file.fileno(), counters.fd, *streams])
+                    self._send(number, 0, [file.fileno(), counters.fd, *streams])
                 except OSError:
                     del self._forked[number]
                     raise
         return forked
 
-    def send(self, message: ToZygote) -> None:
-        """Send a message; do nothing if the zygote is gone."""
+    def send(self, number: int, signal_number: int) -> None:
+        """Have a worker's guard signalled; do nothing if the zygote is gone."""
         with contextlib.suppress(OSError):
-            send(self._sock, message)
+            self._send(number, signal_number)
+
+    def _send(self, number: int, signal_number: int, fds: Sequence[int] = ()) -> None:
+        socket.send_fds(self._sock, [pickle.dumps((number, signal_number))], fds)
 
     def retire(self) -> None:
         """Have it end when its last worker has ended."""
-        self.send(Retire())
+        self.send(-1, 0)
 
     def close(self) -> None:
         """End it and its workers at once; it is gone when this returns."""
@@ -246,14 +224,8 @@ class Zygote:
             started.set_exception(error)
             return
         started.set_result(process)
-        while True:
-            try:
-                message, _ = receive(self._sock)
-            except OSError:
-                message = None
-            if message is None:
-                break
-            self._note(message)
+        while self._note_next():
+            pass
         # It has ended, or does so at once: it closes its socket only then.
         code = process.wait()
         with self._lock:
@@ -264,18 +236,22 @@ class Zygote:
         reason = f"the process to fork it from has ended with code {code}"
         for forked in lost:
             # The guard of one that was forked sees that the zygote is gone.
-            forked.end(Unavailable(reason) if forked.pid is None else -signal.SIGKILL)
+            forked.note(reason if forked.pid is None else -signal.SIGKILL)
 
-    def _note(self, message: FromZygote) -> None:
-        # Not in the loop above: its variables would keep an ended child while it waits.
-        if isinstance(message, Forked):
-            forked = self._forked[message.number]
-            forked.pid = message.pid
-            forked.counters.close()
-            return
+    def _note_next(self) -> bool:
+        """Take in what the zygote says next; return False once it is gone."""
+        try:
+            number, is_over, what = pickle.loads(self._sock.recv(_LONGEST_BYTES))
+        except (OSError, EOFError):
+            return False
         with self._lock:
-            forked = self._forked.pop(message.number)
-        forked.end(message.code if isinstance(message, Ended) else Unavailable(message.reason))
+            forked = self._forked.pop(number) if is_over else self._forked[number]
+        if is_over:
+            forked.note(what)
+        else:
+            forked.pid = what
+            forked.counters.close()
+        return True
 
 
 def _start(inheritance: Inheritance, fd: int) -> subprocess.Popen[bytes]:
@@ -319,12 +295,12 @@ def warm_up(inheritance: Inheritance, user: object = None) -> None:
         user: keeps it until :func:`end_if_unwanted`; None: nobody does.
 
     Raises:
-        ArgumentError: see :meth:`ZygoteUse.chosen`.
+        ArgumentError: see :func:`_use`.
     """
     if user is not None:
         with _lock:
             _users.add(user)
-    if ZygoteUse.chosen() is not ZygoteUse.OFF:
+    if _use() != _OFF:
         try:
             _current(inheritance)
         except OSError as error:
@@ -348,16 +324,16 @@ def fork(
     Raises:
         Unavailable: it has to be started by itself.
     """
-    if ZygoteUse.chosen() is ZygoteUse.OFF:
+    if _use() == _OFF:
         raise Unavailable(f"{ZYGOTE}=off")
     environ = {**inheritance.environ, **added}
     usual = {**_DEFAULTS, **inheritance.environ}
     if special := sorted(name for name in added if added[name] != usual.get(name)):
         raise Unavailable(f"libraries may read {', '.join(special)} when they are loaded")
     try:
-        cores = frozenset(os.sched_getaffinity(0))
-        child = Child(boot, environ, inheritance.folder, cores)
-        return _current(inheritance).fork(child, counters)
+        cores = boot.cores or os.sched_getaffinity(0)
+        start = (boot, environ, inheritance.folder, cores)
+        return _current(inheritance).fork(start, counters)
     except OSError as error:
         raise Unavailable(str(error)) from error
 
@@ -375,7 +351,7 @@ def end_if_unwanted(user: object) -> None:
         _users.discard(user)
         if _users:
             return
-        if _zygote is not None and ZygoteUse.chosen() is not ZygoteUse.KEEP:
+        if _zygote is not None and _use() != _KEEP:
             _zygote.retire()
             _zygote = None
 

@@ -4,6 +4,12 @@ A fork takes milliseconds and shares the memory of all that was imported; import
 seconds of CPU and 150 MB in each worker. The process has a single thread and never computes
 anything, so nothing is lost by forking: no lock is held, no pool of threads has started, no GPU is
 in use. :class:`distcollect.launch.zygote.Zygote` is its other end.
+
+What both say is pickled, and goes over a pair of sockets that nobody else can reach. A request is a
+worker's number and a signal for that worker's guard. If four descriptors come along, it is to fork
+that worker; without them, and without a signal, to end with the last worker. An answer is a
+worker's number, whether that is the end, and the guard's process id or, at the end, the exit code,
+or in words why it could not be forked.
 """
 
 from __future__ import annotations
@@ -30,17 +36,6 @@ import torch
 
 from distcollect.common import worker_guard
 from distcollect.net.messages import WorkerBoot
-from distcollect.net.zygote_messages import (
-    Child,
-    Ended,
-    Fork,
-    Forked,
-    Retire,
-    Signal,
-    Unforkable,
-    receive,
-    send,
-)
 
 # What a worker would import later, after it was forked.
 _PRELOADED = (
@@ -52,7 +47,8 @@ _PRELOADED = (
     "distcollect.worker.main",
     "encodings.idna",  # to look up a host's address
 )
-_NUM_FDS = 4
+_NUM_FDS = 4  # of its start, of its step counter, of stdout and of stderr
+_LONGEST_REQUEST = 4096
 _LONGEST_WAKEUP = 4096
 
 
@@ -128,19 +124,18 @@ class _Zygote:
 
     def _receive(self) -> list[int] | None:
         try:
-            message, fds = receive(self._sock, _NUM_FDS)
+            request, fds, _, _ = socket.recv_fds(self._sock, _LONGEST_REQUEST, _NUM_FDS)
         except OSError:
-            message, fds = None, []
-        if message is None:
+            request, fds = b"", []
+        if not request:
             os._exit(0)  # the guards see that, and end their workers
-        elif isinstance(message, Fork):
-            return self._fork(message.number, fds)
-        elif isinstance(message, Signal):
-            for pid, number in self._workers.items():
-                if number == message.number:
-                    os.kill(pid, message.signal)  # it was not reaped yet
-        elif isinstance(message, Retire):
+        number, signal_number = pickle.loads(request)
+        if fds:
+            return self._fork(number, fds)
+        if not signal_number:
             self._retired = True
+        for pid in [pid for pid, worker in self._workers.items() if worker == number]:
+            os.kill(pid, signal_number)  # it was not reaped yet
         return None
 
     def _fork(self, number: int, fds: list[int]) -> list[int] | None:
@@ -156,7 +151,7 @@ class _Zygote:
             return fds
         if pid > 0:
             self._workers[pid] = number
-        self._answer(Unforkable(number, reason) if reason else Forked(number, pid))
+        self._answer(number, bool(reason), reason or pid)
         for fd in fds:
             os.close(fd)
         return None
@@ -175,11 +170,11 @@ class _Zygote:
         for pid, status in worker_guard.ended():
             number = self._workers.pop(pid, None)  # None: what was imported has started it
             if number is not None:
-                self._answer(Ended(number, os.waitstatus_to_exitcode(status)))
+                self._answer(number, True, os.waitstatus_to_exitcode(status))
 
-    def _answer(self, answer: Forked | Ended | Unforkable) -> None:
+    def _answer(self, *answer: int | str) -> None:
         with contextlib.suppress(OSError):  # the parent is gone, which the loop sees next
-            send(self._sock, answer)
+            self._sock.send(pickle.dumps(answer))
 
 
 def _loses_gpus() -> str:
@@ -209,29 +204,27 @@ def _why_not() -> str:
 
 def _become_worker(fds: list[int], mask: Sequence[int]) -> WorkerBoot:
     """Make a fork of the zygote what a process of its own would have been."""
-    child_fd, counters_fd, stdout_fd, stderr_fd = fds
-    with open(child_fd, "rb") as file:  # noqa: PTH123 - a descriptor
-        child: Child = pickle.load(file)
+    start_fd, counters_fd, stdout_fd, stderr_fd = fds
+    boot: WorkerBoot
+    with open(start_fd, "rb") as file:  # noqa: PTH123 - a descriptor
+        boot, environ, folder, cores = pickle.load(file)
     sys.stdout.flush()
     sys.stderr.flush()
     os.dup2(stdout_fd, 1)
     os.dup2(stderr_fd, 2)
     os.close(stdout_fd)
     os.close(stderr_fd)
-    _reconfigure(sys.stdout, line_buffering=os.isatty(1))
+    stdout: Any = sys.stdout
+    stdout.reconfigure(line_buffering=os.isatty(1))
     os.environ.clear()
-    os.environ.update(child.environ)
+    os.environ.update(environ)
     with contextlib.suppress(OSError):  # the folder is gone: that would not keep it from starting
-        os.chdir(child.folder)
-    os.sched_setaffinity(0, child.boot.cores or child.cores)
-    sys.path[:] = child.boot.sys_path
+        os.chdir(folder)
+    os.sched_setaffinity(0, cores)
+    sys.path[:] = boot.sys_path
     importlib.invalidate_caches()  # of folders that had other modules when the zygote imported
     random.seed()
     np.random.seed()  # noqa: NPY002 - the state that envs may use
     torch.seed()
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    return replace(child.boot, counters_fd=counters_fd)
-
-
-def _reconfigure(stream: Any, *, line_buffering: bool) -> None:
-    stream.reconfigure(line_buffering=line_buffering)
+    return replace(boot, counters_fd=counters_fd)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from distcollect.common.step_counter import STEPPED, SharedStepCounter, StepCounter, Task
-from distcollect.launch.progress_watch import ProgressWatch
+from distcollect.launch.local_processes import ProgressWatch
 
 
 class World:
