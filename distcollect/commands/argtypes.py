@@ -1,11 +1,31 @@
-"""Parsers of numbers on the command line, for the ``type=`` of argparse."""
+"""How commands declare their arguments, and parsers of numbers for the ``type=`` of argparse."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 # As for arguments in seconds: waits overflow with far longer times, and int() with infinity.
 _LARGEST = 1e8
+
+
+def declare(add_argument: Callable[..., object], name: str, about: str, **options: Any) -> None:
+    """Declare an argument by argparse's ``add_argument``.
+
+    Args:
+        add_argument: of a parser or of a group.
+        name: as in a usage line: ``"--seed S"`` is an option, whose value is called S in the help.
+        about: the help; a default is added to it.
+        options: the other arguments of ``add_argument``.
+    """
+    name, _, metavar = name.partition(" ")
+    if metavar:
+        options["metavar"] = metavar
+    if options.get("default") is not None:
+        about += " (default: %(default)s)"
+    add_argument(name, help=about, **options)
 
 
 def count(text: str) -> int:
@@ -27,6 +47,17 @@ def above_0(text: str) -> float:
     if not 0 < number <= _LARGEST:
         raise argparse.ArgumentTypeError(f"{text!r}: must be a number above 0, and at most 1e8")
     return number
+
+
+def writable(text: str) -> Path:
+    """A file that can be written; it is made if there is none."""
+    try:
+        Path(text).open("ab").close()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(
+            f"{text}: {error.strerror}; name a file in a folder that exists"
+        ) from error
+    return Path(text)
 
 
 def _whole(text: str, least: int) -> int:

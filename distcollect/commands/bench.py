@@ -14,16 +14,14 @@ import contextlib
 import importlib
 import json
 import multiprocessing
-import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
+from multiprocessing.context import SpawnProcess
 from typing import Any, TypeAlias
 
 import cloudpickle
@@ -32,12 +30,12 @@ import numpy as np
 import torch
 
 import distcollect as dc
-from distcollect.commands.argtypes import above_0, count, natural
-from distcollect.commands.collect.policy_file import (
-    NamedPolicy,
+from distcollect.commands.argtypes import above_0, count, declare, natural, writable
+from distcollect.commands.named import (
     add_policy_arguments,
     import_from_here,
     named_policy,
+    tried_env,
 )
 from distcollect.common.tables import text_table
 from distcollect.envs.make import check_env_id, make_by_id
@@ -60,39 +58,17 @@ _ANSWER_S = 120.0  # for a process of a bare loop to answer, beyond its window
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument(
-        "--env",
-        metavar="ID",
-        required=True,
-        help='a Gymnasium id, "module:ID", or MODULE:FUNCTION that makes an env',
-    )
+    add = partial(declare, parser.add_argument)
+    about = 'a Gymnasium id, "module:ID", or MODULE:FUNCTION that makes an env'
+    add("--env ID", about, required=True)
     add_policy_arguments(parser)
-    for name, kind, default, text in (
-        ("envs", count, "1,16,64", "numbers of envs in each process"),
-        ("workers", natural, "0,2", "numbers of worker processes; 0: envs in this process"),
-    ):
-        parser.add_argument(
-            f"--{name}",
-            metavar="N,...",
-            type=partial(_listed, kind),
-            default=default,
-            help=f"{text} (default: %(default)s)",
-        )
-    parser.add_argument(
-        "--seconds",
-        type=above_0,
-        default=1.0,
-        metavar="S",
-        help="length of each window (default: %(default)g)",
-    )
-    parser.add_argument(
-        "--pairs",
-        type=count,
-        default=5,
-        metavar="N",
-        help="pairs of windows for each size (default: %(default)d)",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
+    about = "numbers of envs in each process"
+    add("--envs N,...", about, type=partial(_listed, count), default="1,16,64")
+    about = "numbers of worker processes; 0: envs in this process"
+    add("--workers N,...", about, type=partial(_listed, natural), default="0,2")
+    add("--seconds S", "length of each window", type=above_0, default=1.0)
+    add("--pairs N", "pairs of windows for each size", type=count, default=5)
+    add("--json FILE", "write the figures to this file", type=writable)
 
 
 def _listed(kind: Callable[[str], int], text: str) -> list[int]:
@@ -134,29 +110,14 @@ def run(given: argparse.Namespace) -> int:
     """
     import_from_here()
     policy = named_policy(given.policy, given.weights, trust=given.trust_policy)
-    make_env = _named_maker(given.env)
-    if given.json is not None:
-        try:
-            given.json.open("ab").close()
-        except OSError as error:
-            raise ArgumentError(
-                f"--json {given.json}: {error.strerror}; name a file in a folder that exists"
-            ) from error
+    make_env = _env_maker(given.env)
     torch.set_num_threads(1)  # as in workers
     found = []
     for num_workers in given.workers:
         for num_envs in given.envs:
             _progress(f"{num_workers} worker(s), {num_envs} env(s) ...")
-            found.append(
-                measure(
-                    make_env,
-                    policy,
-                    num_workers,
-                    num_envs,
-                    seconds=given.seconds,
-                    pairs=given.pairs,
-                )
-            )
+            what = make_env, policy.factory, num_workers, num_envs
+            found.append(measure(*what, seconds=given.seconds, pairs=given.pairs))
     _progress("")
     print(table(found))
     if given.json is not None:
@@ -165,7 +126,7 @@ def run(given: argparse.Namespace) -> int:
     return 0
 
 
-def _named_maker(given: str) -> Maker:
+def _env_maker(given: str) -> Maker:
     """What makes the env that ``given`` names, which was tried.
 
     Raises:
@@ -179,25 +140,19 @@ def _named_maker(given: str) -> Maker:
     if not callable(maker):
         check_env_id(given)
         maker = partial(make_by_id, given)
-    try:
-        with contextlib.closing(maker()) as env:
-            is_single = isinstance(env, gym.Env)
-    except Exception as error:
-        raise ArgumentError(
-            f"--env {given} can't be made here ({type(error).__name__}: {error}): install what it "
-            "needs, or name another"
-        ) from error
-    if not is_single:
+    env = tried_env(given, maker)
+    if not isinstance(env, gym.Env):
         raise ArgumentError(
             f"--env {given} makes a {type(env).__name__}: bench steps single Gymnasium envs; name "
             "one, or what makes one"
         )
+    env.close()
     return maker  # type: ignore[no-any-return]
 
 
 def measure(
     make_env: Maker,
-    policy: NamedPolicy,
+    make_policy: Maker | None,
     num_workers: int,
     num_envs: int,
     *,
@@ -206,22 +161,20 @@ def measure(
 ) -> Measured:
     """Measure one size: a collector beside bare loops, in turn."""
     with contextlib.ExitStack() as stack:
-        loop = stack.enter_context(contextlib.closing(BareLoop(make_env, policy, num_envs)))
-        steps = loop.num_steps
+        loop = stack.enter_context(contextlib.closing(BareLoop(make_env, make_policy, num_envs)))
         bare = loop.window
-        if num_workers:
-            loops = LoopProcesses(make_env, policy, num_workers, num_envs, steps)
-            bare = stack.enter_context(contextlib.closing(loops)).window
         options: dict[str, Any] = {
-            "frames_per_batch": num_envs * steps,
+            "policy_factory": make_policy,
+            "frames_per_batch": num_envs * loop.num_steps,
             "envs_per_worker": num_envs,
-            "policy_factory": policy.factory,
             "monitor": dc.Monitor(view=False),
         }
         kind: Any = dc.SyncDataCollector
         if num_workers:
+            loops = LoopProcesses(make_env, make_policy, num_workers, num_envs, loop.num_steps)
+            bare = stack.enter_context(contextlib.closing(loops)).window
             kind = partial(dc.MultiaSyncDataCollector, num_workers=num_workers)
-        collector = stack.enter_context(kind(make_env, policy.policy, **options))
+        collector = stack.enter_context(kind(make_env, **options))
 
         def collect(seconds: float) -> float:
             # Rollouts that were ready, or begun, before the window don't count.
@@ -232,19 +185,17 @@ def measure(
         collect(max(seconds, _TELLING_S))
         # Now, as the windows of bare loops would count as the trainer's own work.
         bottleneck = collector.bottleneck()
-        rates: list[list[float]] = []
+        rates: dict[Window, list[float]] = {bare: [], collect: []}
         for pair in range(pairs):
-            in_turn: list[Window] = [bare, collect]
-            done = [window(seconds) for window in in_turn[:: -1 if pair % 2 else 1]]
-            rates.append(done[:: -1 if pair % 2 else 1])
-    of_bare, of_collector = zip(*rates, strict=True)
+            for window in (bare, collect) if pair % 2 else (collect, bare):
+                rates[window].append(window(seconds))
     return Measured(
         num_workers,
         num_envs,
-        steps,
-        statistics.median(of_bare),
-        statistics.median(of_collector),
-        [above / below for below, above in rates],
+        loop.num_steps,
+        statistics.median(rates[bare]),
+        statistics.median(rates[collect]),
+        [above / below for above, below in zip(rates[collect], rates[bare], strict=True)],
         bottleneck.bound,
         str(bottleneck),
     )
@@ -266,9 +217,20 @@ class BareLoop:
     """
 
     def __init__(
-        self, make_env: Maker, policy: NamedPolicy, num_envs: int, num_steps: int | None = None
+        self,
+        make_env: Maker,
+        make_policy: Maker | None,
+        num_envs: int,
+        num_steps: int | None = None,
     ) -> None:
-        """Make the envs; ``num_steps``: T, None: as many as make a rollout of good length."""
+        """Make the envs and the policy.
+
+        Args:
+            make_env: makes an env.
+            make_policy: makes the policy; None: random actions.
+            num_envs: n.
+            num_steps: T; None: as many as make a rollout of good length.
+        """
         self._envs = [make_env() for _ in range(num_envs)]
         self._space = self._envs[0].observation_space
         self._action_space = self._envs[0].action_space
@@ -281,10 +243,9 @@ class BareLoop:
         self._seen = list(seen.values())
         for row, env in enumerate(self._envs):
             self._observe(row, env.reset()[0])
-        given = policy.policy if policy.factory is None else policy.factory()
         self._policy: Policy = RandomPolicy(self._action_space, num_envs)
-        if given is not None:
-            self._policy = UserPolicy(given, seen, self._space, self._action_space)
+        if make_policy is not None:
+            self._policy = UserPolicy(make_policy(), seen, self._space, self._action_space)
         self._policy.try_out()
         self._final: list[Any] = []
         self._allocate(_TRIAL_STEPS)
@@ -356,25 +317,20 @@ class LoopProcesses:
     def __init__(
         self,
         make_env: Maker,
-        policy: NamedPolicy,
+        make_policy: Maker | None,
         num_processes: int,
         num_envs: int,
         num_steps: int,
     ) -> None:
-        made = partial(BareLoop, make_env, policy, num_envs, num_steps)
-        code = f"from {__name__} import serve_loop; serve_loop()"
-        path = os.pathsep.join(filter(None, sys.path))
+        made = cloudpickle.dumps(partial(BareLoop, make_env, make_policy, num_envs, num_steps))
+        context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
-        self._processes = []
+        self._processes: list[SpawnProcess] = []
         for _ in range(num_processes):
-            ours, theirs = multiprocessing.Pipe()
+            ours, theirs = context.Pipe()
             with theirs:
-                process = subprocess.Popen(
-                    [sys.executable, "-c", code, str(theirs.fileno())],
-                    env={**os.environ, "PYTHONPATH": path},
-                    pass_fds=[theirs.fileno()],
-                )
-            ours.send_bytes(cloudpickle.dumps(made))
+                process = context.Process(target=_serve_loop, args=(theirs, made))
+                process.start()
             self._pipes.append(ours)
             self._processes.append(process)
         self._answers(_ANSWER_S)
@@ -400,19 +356,17 @@ class LoopProcesses:
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(1.0)
+            process.join(1.0)
             process.kill()
-            process.wait()
+            process.join()
 
 
-def serve_loop() -> None:
-    """Run a bare loop's windows in a process of its own, until the other end closes the pipe."""
+def _serve_loop(pipe: Connection, made: bytes) -> None:
+    """Run a bare loop's windows, until the other end closes the pipe."""
     torch.set_num_threads(1)
     with (
         contextlib.suppress(EOFError, KeyboardInterrupt),
-        Connection(int(sys.argv[1])) as pipe,
-        contextlib.closing(cloudpickle.loads(pipe.recv_bytes())()) as loop,
+        contextlib.closing(cloudpickle.loads(made)()) as loop,
     ):
         pipe.send(0.0)
         while True:

@@ -8,24 +8,18 @@ import sys
 from functools import partial
 from pathlib import Path
 
+from distcollect.commands.argtypes import declare
 from distcollect.errors import ArgumentError
 from distcollect.launch.run import run as run_launched
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument(
-        "script",
-        metavar="SCRIPT",
-        type=Path,
-        help="a Python script; rank 0 of the launch runs it, and the other ranks are workers",
-    )
-    parser.add_argument(
-        "arguments",
-        metavar="ARGUMENT",
-        nargs=argparse.REMAINDER,
-        help="the arguments of the script: all that follows it",
-    )
+    add = partial(declare, parser.add_argument)
+    about = "a Python script; rank 0 of the launch runs it, and the other ranks are workers"
+    add("script SCRIPT", about, type=Path)
+    about = "the arguments of the script: all that follows it"
+    add("arguments ARGUMENT", about, nargs=argparse.REMAINDER)
 
 
 def run(given: argparse.Namespace) -> int:

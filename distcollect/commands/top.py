@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from distcollect.commands.argtypes import declare
 from distcollect.errors import ArgumentError
 from distcollect.results import Stats
 from distcollect.telemetry.bottleneck import find_bottleneck
@@ -19,47 +20,34 @@ _LOOK_EVERY_S = 1.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("run_dir", type=Path, metavar="RUN", help="the run's run_dir")
-    parser.add_argument("--once", action="store_true", help="print the statistics once, as text")
+    add = partial(declare, parser.add_argument)
+    add("run_dir RUN", "the run's run_dir", type=Path)
+    add("--once", "print the statistics once, as text", action="store_true")
 
 
 def run(given: argparse.Namespace) -> int:
     """Show the run until it ends, or until Ctrl-C."""
-    reading = read_newest(given.run_dir)
+    stats, age = read_newest(given.run_dir)
     if given.once or not sys.stdout.isatty():
-        stats = reading.stats
-        print(f"{reading.age()}{log_line(stats)}\n{find_bottleneck(stats)}")
+        print(f"{age}{log_line(stats)}\n{find_bottleneck(stats)}")
         for fault in stats.env_faults:
             print(f"env fault: {fault_line(fault)}")
         return 0
     try:
-        _follow(given.run_dir, reading)
+        _follow(given.run_dir)
     except KeyboardInterrupt:
         print()
     return 0
 
 
-@dataclass(frozen=True)
-class Reading:
-    """The newest statistics of a run.
+def read_newest(run: Path) -> tuple[Stats, str]:
+    """Return the last snapshot in a run's folder, and its age in words.
 
-    Attributes:
-        stats: the statistics.
-        written_at: when they were written, in seconds since 1970.
-    """
+    Args:
+        run: the folder, or the file itself.
 
-    stats: Stats
-    written_at: float
-
-    def age(self) -> str:
-        """Their age in words; "" if the run has ended."""
-        if self.stats.ended:
-            return ""
-        return f"{max(0.0, time.time() - self.written_at):.0f} s ago: "
-
-
-def read_newest(run: Path) -> Reading:
-    """The last snapshot in a run's folder; ``run`` may also be the file itself.
+    Returns:
+        The statistics, and for example "3 s ago: "; "" if the run has ended.
 
     Raises:
         ArgumentError: there is none.
@@ -71,10 +59,12 @@ def read_newest(run: Path) -> Reading:
             f"{file} holds no statistics yet: if the run has only just begun, try again in some "
             "seconds; otherwise name the folder in Monitor(run_dir=...)"
         )
-    return Reading(Stats.from_dict(snapshot), snapshot["time"])
+    stats = Stats.from_dict(snapshot)
+    age_s = max(0.0, time.time() - snapshot["time"])
+    return stats, "" if stats.ended else f"{age_s:.0f} s ago: "
 
 
-def _follow(run: Path, reading: Reading) -> None:
+def _follow(run: Path) -> None:
     from rich.console import Console, Group  # noqa: PLC0415 - only where there is a terminal
     from rich.live import Live  # noqa: PLC0415
     from rich.text import Text  # noqa: PLC0415
@@ -82,9 +72,9 @@ def _follow(run: Path, reading: Reading) -> None:
     console = Console()
     with Live(console=console, auto_refresh=False) as live:
         while True:
-            lines = [] if reading.stats.ended else [Text(f"{run}, {reading.age()}")]
-            live.update(Group(*lines, rendered(reading.stats, console.height - 1)), refresh=True)
-            if reading.stats.ended:
+            stats, age = read_newest(run)
+            lines = [Text(f"{run}, {age}")] if age else []
+            live.update(Group(*lines, rendered(stats, console.height - 1)), refresh=True)
+            if stats.ended:
                 return
             time.sleep(_LOOK_EVERY_S)
-            reading = read_newest(run)

@@ -7,9 +7,10 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from distcollect.commands.argtypes import above_0, count
+from distcollect.commands.argtypes import above_0, count, declare
 from distcollect.errors import ArgumentError, LaunchError
 from distcollect.launch.cpu_placement import CpuPlacement
 from distcollect.launch.rendezvous import host_and_port, read_token
@@ -25,39 +26,24 @@ _WAIT_S = 300.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument(
-        "--join",
-        metavar="HOST:PORT",
-        help="where the trainer listens (its argument listen=, or DISTCOLLECT_LISTEN)",
+    add = partial(declare, where.add_argument)
+    add(
+        "--join HOST:PORT",
+        "where the trainer listens (its argument listen=, or DISTCOLLECT_LISTEN)",
     )
-    where.add_argument(
-        "--run",
-        dest="run_folder",
-        metavar="FOLDER",
-        type=Path,
-        help="the run folder of 'distcollect submit', on a disk that this host shares; the "
-        "trainer's address and token are read from there, and read again if it was requeued",
+    about = (
+        "the run folder of 'distcollect submit', on a disk that this host shares; the trainer's "
+        "address and token are read from there, and read again if it was requeued"
     )
-    parser.add_argument(
-        "--token-file",
-        metavar="FILE",
-        help="the file with the run's token (default: what DISTCOLLECT_TOKEN_FILE names, else the "
-        "token in DISTCOLLECT_TOKEN)",
+    add("--run FOLDER", about, dest="run_folder", type=Path)
+    add = partial(declare, parser.add_argument)
+    about = "the file with the run's token (default: what DISTCOLLECT_TOKEN_FILE names, else the "
+    add("--token-file FILE", f"{about}token in DISTCOLLECT_TOKEN)")
+    about = (
+        f"how long to wait for the trainer (default: {_WAIT_S:g}; with --run, the run's patience)"
     )
-    parser.add_argument(
-        "--wait",
-        metavar="SECONDS",
-        type=above_0,
-        help=f"how long to wait for the trainer (default: {_WAIT_S:g}; with --run, the run's "
-        "patience)",
-    )
-    parser.add_argument(
-        "--threads",
-        metavar="N",
-        type=count,
-        default=1,
-        help="threads that torch uses in the worker (default: %(default)d)",
-    )
+    add("--wait SECONDS", about, type=above_0)
+    add("--threads N", "threads that torch uses in the worker", type=count, default=1)
 
 
 def run(given: argparse.Namespace) -> int:
@@ -69,9 +55,8 @@ def run(given: argparse.Namespace) -> int:
     """
     if given.run_folder is not None:
         return _join_run(RunFolder(given.run_folder), given)
-    host, port = host_and_port("--join", given.join)
-    trainer = TrainerAddress(host, port, _token(given.token_file))
-    _serve(lambda: trainer, given.threads, _WAIT_S if given.wait is None else given.wait, None)
+    trainer = TrainerAddress(*host_and_port("--join", given.join), _token(given.token_file))
+    _serve(lambda: trainer, given.threads, given.wait or _WAIT_S, None)
     return 0
 
 
@@ -101,31 +86,28 @@ def _join_run(folder: RunFolder, given: argparse.Namespace) -> int:
             "name the folder that it printed, on a disk that this host shares"
         )
     token = _token(given.token_file or folder.token_file)
-    wait_s = folder.patience_s if given.wait is None else given.wait
-
-    def find() -> TrainerAddress:
-        host, port = folder.address()
-        return TrainerAddress(host, port, token)
-
+    wait_s = given.wait or folder.patience_s
     if (script_folder := folder.settings.get("script_folder")) is not None:
         # Python puts it first for the script too, whose modules stand beside it.
         sys.path.insert(0, script_folder)
     log.warning("waiting up to %g s for the trainer of %s", wait_s, folder.path)
     try:
-        _serve(find, given.threads, wait_s, wait_s)
+        _serve(lambda: TrainerAddress(*folder.address(), token), given.threads, wait_s, wait_s)
     except RunOver as error:
         log.warning("the run is over: %s", error)
     except LaunchError as error:
         state = folder.read("trainer.json")
         if state is None:
-            raise LaunchError(
-                f"{error}\nIts job may still be queued: 'distcollect status {folder.path}' shows "
-                "that; --wait SECONDS gives it longer"
-            ) from error
-        raise LaunchError(
-            f"{error}\n{folder.path}/trainer.json says: {state}. If the trainer that wrote this "
-            "has ended, the address is stale: 'distcollect status' shows what became of its job, "
-            "'distcollect cancel' ends the rest. If it runs, can this host reach that address, and "
-            f"is {folder.token_file} the run's own?"
-        ) from error
+            hint = (
+                f"Its job may still be queued: 'distcollect status {folder.path}' shows that; "
+                "--wait SECONDS gives it longer"
+            )
+        else:
+            hint = (
+                f"{folder.path}/trainer.json says: {state}. If the trainer that wrote this has "
+                "ended, the address is stale: 'distcollect status' shows what became of its job, "
+                "'distcollect cancel' ends the rest. If it runs, can this host reach that address, "
+                f"and is {folder.token_file} the run's own?"
+            )
+        raise LaunchError(f"{error}\n{hint}") from error
     return 0

@@ -11,19 +11,18 @@ import contextlib
 from benchmarks.items import Values
 from benchmarks.workloads import WORKLOADS, Workload
 from distcollect.commands.bench import BareLoop, LoopProcesses
-from distcollect.commands.collect.policy_file import NamedPolicy
 
 
 def bare_loop(workload: Workload) -> BareLoop:
     """A bare loop in this process."""
-    policy = NamedPolicy(workload.make_policy(), None, "")
-    return BareLoop(workload.make_env, policy, workload.num_envs, workload.num_steps)
+    sizes = workload.num_envs, workload.num_steps
+    return BareLoop(workload.make_env, workload.make_policy, *sizes)
 
 
 def run_bare(seconds: float, *, name: str, num_processes: int) -> Values:
     """Measure bare loops side by side; their frames/s together."""
     workload = WORKLOADS[name]
-    policy = NamedPolicy(workload.make_policy(), None, "")
+    makers = workload.make_env, workload.make_policy
     sizes = num_processes, workload.num_envs, workload.num_steps
-    with contextlib.closing(LoopProcesses(workload.make_env, policy, *sizes)) as loops:
+    with contextlib.closing(LoopProcesses(*makers, *sizes)) as loops:
         return {"frames_per_s": loops.window(seconds)}

@@ -66,7 +66,6 @@ def _saved(collector: Any, workload: Workload) -> Iterator[Batch]:
             tempfile.TemporaryDirectory(dir=".") as folder,
             SavedFrames(Path(folder), num_frames, {}) as saved,
         ):
-            saved.begin()
             while not saved.is_complete:
                 batch = collector.next()
                 yield int(batch["collector", "worker_id"][0, 0]), saved.add(batch)

@@ -44,7 +44,6 @@ def saved_frames(folder: Path, num_frames: int) -> str:
         dc.SyncDataCollector("CartPole-v1", frames_per_batch=num_frames) as collector,
         SavedFrames(folder, num_frames, {}) as saved,
     ):
-        saved.begin()
         saved.add(collector.next())
     return str(folder)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-import sys
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,32 +14,42 @@ import pytest
 import torch
 from gymnasium import spaces
 from helpers.collect_command import arguments, recorded, scripted
+from helpers.command_line import modules, status_of  # noqa: F401 - a fixture
 from helpers.versions import version_of
 from tensordict import TensorDict
 from torch import nn
 
 import distcollect as dc
-from distcollect.commands import main as cli
-from distcollect.commands.collect.policy_file import named_policy
-from distcollect.commands.collect.saved import SavedFrames, frame_bytes
+from distcollect.commands.collect.saved import SavedFrames
+from distcollect.commands.named import named_policy
+
+CARTPOLE: dict[str, Any] = {"env": "CartPole-v1", "frames": 20}
+
+
+def refused(out: Path, capsys: pytest.CaptureFixture[str], **given: Any) -> str:
+    """The message of a command that is refused."""
+    assert status_of(shlex.join(arguments(out, **{**CARTPOLE, **given}))) == 2
+    return capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ({"env": "CartPoel-v1"}, "CartPoel.*CartPole"),
-        ({"frames": 0}, "--frames=0: must be at least 1"),
-        ({"num_workers": -1}, "--num-workers=-1: must be at least 1"),
-        ({"envs_per_worker": 0}, "--envs-per-worker=0: must be at least 1"),
-        ({"frames": 10**15}, "1,000,000,000,000,000 frames need .* GiB, and .* left: take fewer"),
+        ({"env": "Lacking-v0"}, "--env Lacking-v0 can't be made here .*install what it needs"),
+        ({"frames": 0}, "--frames: '0': must be a whole number, at least 1"),
+        ({"num_workers": -1}, "--num-workers: '-1': must be a whole number, at least 1"),
+        ({"envs_per_worker": "two"}, "--envs-per-worker: 'two': must be a whole number"),
         ({"policy": "nowhere.pt"}, "nowhere.pt: there is no such file.*MODULE:NAME"),
         ({"policy": "nowhere:policy"}, "'nowhere' can't be imported"),
         ({"policy": "sys:policy"}, r"'sys' \(built in\) has no 'policy'"),
         ({"policy": ":policy"}, ":policy: there is no such file.*MODULE:NAME"),
-        ({"policy": ".nowhere:policy"}, "importing the module '.nowhere' raised TypeError"),
+        ({"policy": ".nowhere:policy"}, "'.nowhere' can't be imported .TypeError"),
         ({"weights": "w.pt"}, "--weights w.pt needs a --policy"),
+        ({"author": "me"}, "--author me: it goes into a Minari data set; name one by --minari"),
     ],
 )
+@pytest.mark.usefixtures("modules")
 def test_is_refused_before_any_process_starts(
     started: Callable[[], list[str]],
     tmp_path: Path,
@@ -47,36 +57,32 @@ def test_is_refused_before_any_process_starts(
     given: dict[str, Any],
     message: str,
 ) -> None:
-    assert cli.main(arguments(tmp_path / "out", **{"env": "CartPole-v1", **given})) == 2
+    assert re.search(message, refused(tmp_path / "out", capsys, **given))
     assert started() == []
-    assert re.search(message, capsys.readouterr().err)
-    assert not list(tmp_path.rglob("*.memmap"))
+    assert not (tmp_path / "out").exists()
+
+
+def cartpole(num_frames: int = 5) -> TensorDict:
+    with dc.SyncDataCollector("CartPole-v1", frames_per_batch=num_frames) as collector:
+        return collector.next()
 
 
 def test_a_folder_with_other_content_or_settings_is_refused(
     started: Callable[[], list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "thesis.tex").touch()
-    given: dict[str, Any] = {"env": "CartPole-v1", "frames": 20}
-    assert cli.main(arguments(tmp_path, **given)) == 2
-    assert "holds other things (thesis.tex): name a new" in capsys.readouterr().err
-
+    assert "holds other things (thesis.tex): name a new" in refused(tmp_path, capsys)
+    out = tmp_path / "out"
     settings = {"env": "CartPole-v1", "deterministic": False, "num_workers": 1}
     settings |= {"envs_per_worker": 1, "frames_per_batch": 30, "seed": None, "policy": "random"}
-    with SavedFrames(tmp_path / "out", 20, settings) as saved:
-        saved.begin()
-        assert cli.main(arguments(tmp_path / "out", **given)) == 2
-        assert "another process is writing there" in capsys.readouterr().err
-        with dc.SyncDataCollector("CartPole-v1", frames_per_batch=5) as collector:
-            saved.add(collector.next())
-    assert cli.main(arguments(tmp_path / "out", **{**given, "seed": 4, "frames": 30})) == 2
-    assert "frames 20, not 30; seed None, not 4" in capsys.readouterr().err
-    (tmp_path / "out" / "collect.json").write_text("{}")
-    assert cli.main(arguments(tmp_path / "out", **given)) == 2
-    assert "is no record of format 1" in capsys.readouterr().err
-    (tmp_path / "file").touch()
-    assert cli.main(arguments(tmp_path / "file" / "out", **given)) == 2
-    assert "can't be a folder of frames (Not a directory): name another" in capsys.readouterr().err
+    with SavedFrames(out, 20, settings) as saved:
+        assert "another process is writing there" in refused(out, capsys)
+        saved.add(cartpole())
+    assert "frames 20, not 30; seed None, not 4" in refused(out, capsys, seed=4, frames=30)
+    (out / "collect.json").write_text("{}")
+    assert "is no record of format 1" in refused(out, capsys)
+    message = "can't be a folder of frames (Not a directory): name another"
+    assert message in refused(tmp_path / "thesis.tex" / "out", capsys)
     assert started() == []
 
 
@@ -106,91 +112,66 @@ class Sampled(gym.Env[Any, Any]):
         return self.observation_space.sample(), 0.5, bool(self.np_random.random() < 0.2), False, {}
 
 
+def sampled(space: gym.Space[Any], num_frames: int = 12, num_envs: int = 1) -> list[TensorDict]:
+    options = {"frames_per_batch": num_frames, "envs_per_worker": num_envs}
+    with dc.SyncDataCollector(lambda: Sampled(space), **options) as collector:
+        return [collector.next() for _ in range(3)]
+
+
 def test_a_tensordict_that_writes_no_slashes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tensordict.__version__", "0.12.4")
-    with dc.SyncDataCollector(lambda: Sampled(SPACES["dict"]), frames_per_batch=12) as collector:
-        batch = collector.next()
-    with SavedFrames(tmp_path, 12, {}) as saved:
-        saved.begin()
-        with pytest.raises(
-            dc.ArgumentError, match=r"0\.12\.4 can't write .* a/b.* install .* 0\.13"
-        ):
-            saved.add(batch)
+    message = r"0\.12\.4 can't write .* a/b.* install .* 0\.13"
+    with SavedFrames(tmp_path, 12, {}) as saved, pytest.raises(dc.ArgumentError, match=message):
+        saved.add(sampled(SPACES["dict"])[0])
 
 
 @pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)
 def test_what_is_written_is_what_is_read(space: gym.Space[Any], tmp_path: Path) -> None:
     if space == SPACES["dict"] and version_of("tensordict") < (0, 13):
         pytest.skip("TensorDict writes no slashes before version 0.13")
-    with dc.SyncDataCollector(
-        lambda: Sampled(space), frames_per_batch=12, envs_per_worker=2
-    ) as collector:
-        batches = [collector.next() for _ in range(3)]
+    batches = sampled(space, num_envs=2)
     with SavedFrames(tmp_path, 30, {}) as saved:
-        saved.begin()
         assert [saved.add(batch) for batch in batches] == [12, 12, 6]
         assert saved.is_complete
     whole = torch.cat([batch.reshape(-1) for batch in batches])[:30]
     read = TensorDict.load_memmap(tmp_path)
-    names = {True: set(), False: set()}
     for key, value in whole.items(include_nested=True, leaves_only=True):
-        names[value.numel() > 0].add(key)
         if value.numel():
             assert torch.equal(read[key], value)
             assert read[key].dtype is value.dtype
-    assert set(read.keys(include_nested=True, leaves_only=True)) >= names[True]
-    assert frame_bytes(Sampled(space)) == whole[:1].bytes()
+
+
+def test_a_disk_with_too_little_room(tmp_path: Path) -> None:
+    message = "1,000,000,000,000,000 frames need .* GiB, and .* left: take fewer"
+    with SavedFrames(tmp_path, 10**15, {}) as saved, pytest.raises(dc.ArgumentError, match=message):
+        saved.add(cartpole())
+    assert not list(tmp_path.rglob("*.memmap"))
 
 
 def test_without_frames_other_settings_will_do(tmp_path: Path) -> None:
     """What was made for frames of the other settings is gone, and what is not ours stays."""
-    with SavedFrames(tmp_path, 12, {"seed": -3}) as saved:
-        saved.begin()
-        with dc.SyncDataCollector(
-            lambda: Sampled(spaces.Dict(a=spaces.Dict(b=spaces.Discrete(2)))), frames_per_batch=12
-        ) as collector:
-            saved._mapped(collector.next().reshape(-1))  # the process ends before it has recorded
-    notes = tmp_path / "notes" / "text"
-    notes.parent.mkdir()
-    notes.touch()
+    (tmp_path / ".collect.json").write_text('{"form')  # of a process that was killed as it began
+    with SavedFrames(tmp_path, 12, {"seed": -3}):
+        pass
+    assert recorded(tmp_path) == 0
+    for name in ("a/b.memmap", "a/meta.json", "notes/text"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"x" * 100)
     with SavedFrames(tmp_path, 12, {"seed": 3}) as saved:
         assert {path.name for path in tmp_path.iterdir()} == {"collect.json", "notes"}
-        saved.begin()
-        with dc.SyncDataCollector("CartPole-v1", frames_per_batch=12) as collector:
-            saved.add(collector.next())
+        saved.add(cartpole(12))
     assert recorded(tmp_path) == 12
     assert TensorDict.load_memmap(tmp_path)["observation"].shape == (12, 4)
-    assert notes.exists()
+    assert (tmp_path / "notes" / "text").exists()
     with pytest.raises(dc.ArgumentError, match="seed 3, not 4"):
         SavedFrames(tmp_path, 12, {"seed": 4})
 
 
-def test_room_that_was_taken_in_vain_is_given_back(tmp_path: Path) -> None:
-    with SavedFrames(tmp_path, 30, {}) as saved:
-        saved.begin()
-    left = tmp_path / "next" / "observation.memmap"
-    left.parent.mkdir()
-    left.write_bytes(b"x" * 100)
-    with SavedFrames(tmp_path, 30, {}):
-        assert not left.exists()
-
-
-def test_who_was_killed_as_it_began_has_left_nothing_that_counts(tmp_path: Path) -> None:
-    (tmp_path / ".collect.json").write_text('{"form')
-    with SavedFrames(tmp_path, 30, {}) as saved:
-        saved.begin()
-    assert recorded(tmp_path) == 0
-    assert not (tmp_path / ".collect.json").exists()
-
-
 def test_a_disk_that_is_full_is_told_of_in_words(tmp_path: Path) -> None:
-    with dc.SyncDataCollector("CartPole-v1", frames_per_batch=5) as collector:
-        batch = collector.next()
     saved = SavedFrames(tmp_path, 10, {})
-    saved.begin()
-    saved.add(batch)
+    saved.add(cartpole())
     (tmp_path / ".collect.json").symlink_to("/dev/full")
     with pytest.raises(dc.ArgumentError, match=r"No space left.*continues from"):
         saved.close()
@@ -201,20 +182,11 @@ def test_a_disk_that_is_full_is_told_of_in_words(tmp_path: Path) -> None:
 
 
 def test_frames_of_another_kind_are_not_mixed_in(tmp_path: Path) -> None:
-    def batch(action: gym.Space[Any]) -> TensorDict:
-        env = Sampled(spaces.Discrete(3))
-        env.action_space = action
-        with dc.SyncDataCollector(env, frames_per_batch=5) as collector:
-            return collector.next()
-
-    with SavedFrames(tmp_path, 10, {}) as saved:
-        saved.begin()
-        saved.add(batch(spaces.Discrete(2)))
-    other = batch(spaces.MultiDiscrete([2, 2]))
-    with SavedFrames(tmp_path, 10, {}) as saved:
-        saved.begin()
-        with pytest.raises(dc.ArgumentError, match="in action; name another folder"):
-            saved.add(other)
+    with SavedFrames(tmp_path, 30, {}) as saved:
+        saved.add(sampled(spaces.MultiBinary(4))[0])
+    message = "in action, next.observation, observation; name another folder"
+    with SavedFrames(tmp_path, 30, {}) as saved, pytest.raises(dc.ArgumentError, match=message):
+        saved.add(sampled(spaces.MultiBinary(3))[0])
 
 
 marks: list[str] = []
@@ -231,12 +203,6 @@ class Touch:
         return leave_mark, ()
 
 
-def _newer(archive: bytes) -> bytes:
-    """A zip file of an unknown future version."""
-    entry = archive.index(b"PK\x01\x02")
-    return archive[: entry + 6] + b"\xff" + archive[entry + 7 :]
-
-
 def test_policies_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.save({"weight": torch.ones(1, 2), "bias": torch.zeros(1)}, tmp_path / "weights.pt")
     (tmp_path / "net.py").write_text(
@@ -248,46 +214,39 @@ def test_policies_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         "def act(observation):\n    return observation\n"
     )
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", sys.path.copy())
-    for name in ("make", "Net", "net"):
-        found = named_policy(f"net:{name}", Path("weights.pt"), trust=False)
-        assert isinstance(found.policy, nn.Linear)
-        assert found.policy.weight.tolist() == [[1.0, 1.0]]
-        assert found.identity.startswith(f"net:{name} sha256:")
-    assert named_policy("net:act", trust=False).policy(5) == 5
-    assert named_policy(None, trust=False) == (None, None, "random")
-    with pytest.raises(dc.ArgumentError, match=r"net:act is no torch module"):
-        named_policy("net:act", Path("weights.pt"), trust=False)
-    with pytest.raises(dc.ArgumentError, match=r"weights.pt holds a dict.*--weights weights.pt"):
-        named_policy("weights.pt", trust=False)
+    monkeypatch.syspath_prepend(tmp_path)
 
-    with pytest.raises(dc.ArgumentError, match=r"net:Sized: Sized\(\) raised TypeError"):
-        named_policy("net:Sized", trust=False)
+    def policy(name: str, weights: str | None = None, *, trust: bool = False) -> Any:
+        return named_policy(name, weights and Path(weights), trust=trust).factory()
+
+    def is_refused(message: str, *given: Any, trust: bool = False) -> None:
+        with pytest.raises(dc.ArgumentError, match=message):
+            policy(*given, trust=trust)
+
+    for name in ("make", "Net", "net"):
+        assert policy(f"net:{name}", "weights.pt").weight.tolist() == [[1.0, 1.0]]
+        identity = named_policy(f"net:{name}", Path("weights.pt"), trust=False).identity
+        assert identity.startswith(f"net:{name} sha256:")
+    assert policy("net:act")(5) == 5
+    assert named_policy(None, trust=False) == (None, "random")
+    is_refused(r"net:act is no torch module", "net:act", "weights.pt")
+    is_refused(r"weights.pt holds a dict.*--weights weights.pt", "weights.pt")
+    is_refused(r"net:Sized: Sized\(\) raised TypeError", "net:Sized")
 
     torch.save(nn.Linear(3, 1), "module.pt")
-    with pytest.raises(dc.ArgumentError, match=r"module.pt is a pickle.*--trust-policy"):
-        named_policy("module.pt", trust=False)
-    assert isinstance(named_policy("module.pt", trust=True).policy, nn.Linear)
+    is_refused(r"module.pt is a pickle.*--trust-policy", "module.pt")
+    is_refused(r"--weights weights.pt: the policy in module.pt has", "module.pt", "weights.pt")
+    assert isinstance(policy("module.pt", trust=True), nn.Linear)
     torch.save(Touch(), "bad.pt")
-    with pytest.raises(dc.ArgumentError, match=r"bad.pt is a pickle"):
-        named_policy("bad.pt", trust=False)
+    is_refused(r"bad.pt is a pickle", "bad.pt")
     assert marks == []
-    with pytest.raises(dc.ArgumentError, match=r"holds a NoneType, which is no policy"):
-        named_policy("bad.pt", trust=True)
+    is_refused(r"bad.pt: None can't be called, so it is no policy", "bad.pt", trust=True)
     assert marks == ["loaded"]
-    module = Path("module.pt").read_bytes()
-    for noise in (b"noise", b"", b"i\xe9\n\xe9\n", b"0", module[:200]):
+    for noise in (b"noise", b"", b"i\xe9\n\xe9\n", b"0", Path("module.pt").read_bytes()[:200]):
         Path("noise.pt").write_bytes(noise)
         for trust in (False, True):
-            with pytest.raises(dc.ArgumentError, match=r"noise.pt was not written by torch.save"):
-                named_policy("noise.pt", trust=trust)
-        with pytest.raises(dc.ArgumentError, match=r"noise.pt is no file of weights"):
-            named_policy("net:Net", Path("noise.pt"), trust=False)
-    Path("newer.pt").write_bytes(_newer(module))
-    with pytest.raises(dc.ArgumentError, match=r"newer.pt is a pickle"):
-        named_policy("newer.pt", trust=False)
+            is_refused(r"noise.pt was not written by torch.save", "noise.pt", trust=trust)
+        is_refused(r"noise.pt is no file of weights", "net:Net", "noise.pt")
 
-    found = named_policy(str(scripted(tmp_path / "turns.pt")), trust=False)
-    assert found.factory is not None
-    step = torch.tensor([6])
-    assert found.factory()(step, episode=torch.tensor([[1]]))["go"].tolist() == [1]
+    found = policy(str(scripted(tmp_path / "turns.pt")))
+    assert found(torch.tensor([6]), episode=torch.tensor([[1]]))["go"].tolist() == [1]

@@ -93,14 +93,14 @@ def test_the_display_begins_late_and_gives_way_to_a_progress_bar(
 
 def test_top_reads_the_last_whole_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path, *[replace(STATS, frames=n) for n in range(500)], rest='{"frames": 7, "col')
-    assert read_newest(tmp_path).stats.frames == 499
+    assert read_newest(tmp_path)[0].frames == 499
     assert main(["top", str(tmp_path), "--once"]) == 0
     said = capsys.readouterr().out
     assert "499 of 4,000 frames" in said
     assert "s ago" in said
     assert "Bound by the envs" in said
     write(tmp_path, replace(STATS, workers=dict.fromkeys(range(3000), WORKER)))
-    assert len(read_newest(tmp_path).stats.workers) == 3000
+    assert len(read_newest(tmp_path)[0].workers) == 3000
 
 
 def test_top_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

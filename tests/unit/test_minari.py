@@ -78,7 +78,6 @@ def saved_episodes(folder: Path) -> TensorDict:
         ) as collector,
         SavedFrames(folder, 3 * 7 * 3 - 1, SETTINGS) as saved,
     ):
-        saved.begin()
         while not saved.is_complete:
             saved.add(collector.next())
     return TensorDict.load_memmap(folder)
@@ -127,7 +126,6 @@ def test_an_env_with_an_id_can_be_made_from_it(tmp_path: Path) -> None:
         dc.SyncDataCollector("CartPole-v1", frames_per_batch=100) as collector,
         SavedFrames(tmp_path, 100, {}) as saved,
     ):
-        saved.begin()
         saved.add(collector.next())
     env = gym.make("CartPole-v1")
     MinariTarget(NAME, "random").write(tmp_path, 100, env, {})

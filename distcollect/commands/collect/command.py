@@ -6,21 +6,21 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import gymnasium as gym
-
 from distcollect.collectors.rpc import RPCDataCollector
-from distcollect.commands.collect.policy_file import (
+from distcollect.commands.argtypes import count, declare
+from distcollect.commands.collect.saved import SavedFrames
+from distcollect.commands.main import INTERRUPTED
+from distcollect.commands.named import (
     NamedPolicy,
     add_policy_arguments,
     import_from_here,
     named_policy,
+    tried_env,
 )
-from distcollect.commands.collect.saved import SavedFrames, frame_bytes
-from distcollect.commands.main import INTERRUPTED
-from distcollect.common.checks import positive
 from distcollect.config import Monitor
 from distcollect.envs.make import check_env_id, make_by_id
 from distcollect.errors import ArgumentError
@@ -36,49 +36,23 @@ _PRINT_EVERY_S = 30.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("--env", metavar="ID", required=True, help='a Gymnasium id, or "module:ID"')
-    parser.add_argument("--frames", metavar="N", type=int, required=True, help="number of frames")
-    parser.add_argument(
-        "--out",
-        metavar="DIR",
-        type=Path,
-        required=True,
-        help="a new folder; or the folder of an interrupted call, to continue it",
-    )
+    add = partial(declare, parser.add_argument)
+    add("--env ID", 'a Gymnasium id, or "module:ID"', required=True)
+    add("--frames N", "number of frames", type=count, required=True)
+    about = "a new folder; or the folder of an interrupted call, to continue it"
+    add("--out DIR", about, type=Path, required=True)
     add_policy_arguments(parser)
-    parser.add_argument(
-        "--deterministic", action="store_true", help="take the policy's most likely actions"
-    )
-    parser.add_argument(
-        "--num-workers", metavar="W", type=int, help="worker processes (default: one per core)"
-    )
-    parser.add_argument(
-        "--envs-per-worker",
-        metavar="n",
-        type=int,
-        default=1,
-        help="number of envs in each worker (default: %(default)d)",
-    )
-    parser.add_argument(
-        "--frames-per-batch",
-        metavar="F",
-        type=int,
-        help=f"frames that a worker delivers at a time (default: {_STEPS} from each of its envs)",
-    )
-    parser.add_argument(
-        "--seed", metavar="S", type=int, help="a seed: the same seed gives the same frames"
-    )
-    parser.add_argument(
-        "--minari",
-        metavar="NAME",
-        help="also write the whole episodes to a Minari data set, such as cartpole/random-v0",
-    )
-    for name, text in (
-        ("author", "who made the Minari data set"),
-        ("author-email", "how to reach its author"),
-        ("code-permalink", "where the code is that made it"),
-    ):
-        parser.add_argument(f"--{name}", metavar="TEXT", help=text)
+    add("--deterministic", "take the policy's most likely actions", action="store_true")
+    add("--num-workers W", "worker processes (default: one per core)", type=count)
+    add("--envs-per-worker n", "number of envs in each worker", type=count, default=1)
+    about = f"frames that a worker delivers at a time (default: {_STEPS} from each of its envs)"
+    add("--frames-per-batch F", about, type=count)
+    add("--seed S", "a seed: the same seed gives the same frames", type=int)
+    about = "also write the whole episodes to a Minari data set, such as cartpole/random-v0"
+    add("--minari NAME", about)
+    add("--author TEXT", "who made the Minari data set")
+    add("--author-email TEXT", "how to reach its author")
+    add("--code-permalink TEXT", "where the code is that made it")
 
 
 def run(given: argparse.Namespace) -> int:
@@ -94,14 +68,11 @@ def run(given: argparse.Namespace) -> int:
 
 
 def _collect(given: argparse.Namespace) -> int:
-    for name in ("frames", "envs_per_worker", "num_workers", "frames_per_batch"):
-        is_optional = name in ("num_workers", "frames_per_batch")
-        positive(f"--{name.replace('_', '-')}", getattr(given, name), optional=is_optional)
-    import_from_here()  # for --env module:ID as well
+    import_from_here()
     policy = named_policy(given.policy, given.weights, trust=given.trust_policy)
     minari = _minari_target(given)
-    with contextlib.closing(_made(given.env)) as env:
-        bytes_per_frame = frame_bytes(env)
+    check_env_id(given.env)
+    with contextlib.closing(tried_env(given.env, partial(make_by_id, given.env))) as env:
         if minari is not None:
             minari.check(env)
     names = ("env", "deterministic", "num_workers", "envs_per_worker", "frames_per_batch", "seed")
@@ -111,8 +82,6 @@ def _collect(given: argparse.Namespace) -> int:
         if saved.is_complete:
             _print(f"all {saved.frames:,} frames are in {given.out} already")
         else:
-            saved.check_room(bytes_per_frame)
-            saved.begin()
             try:
                 _fill(saved, given, policy)
             except KeyboardInterrupt:
@@ -145,25 +114,13 @@ def _minari_target(given: argparse.Namespace) -> MinariTarget | None:
 def _write_minari(
     minari: MinariTarget, saved: SavedFrames, env_id: str, settings: Mapping[str, Any]
 ) -> None:
-    with contextlib.closing(_made(env_id)) as env:
+    with contextlib.closing(tried_env(env_id, partial(make_by_id, env_id))) as env:
         num_episodes, num_frames = minari.write(saved.folder, saved.frames, env, settings)
     rest = saved.frames - num_frames
     _print(
         f"{num_episodes:,} whole episodes ({num_frames:,} frames) are in the Minari data set "
         f"{minari.dataset_id}, in {minari.folder}; {rest:,} frames of unfinished ones are not"
     )
-
-
-def _made(env_id: str) -> gym.Env[Any, Any]:
-    check_env_id(env_id)
-    try:
-        env: gym.Env[Any, Any] = make_by_id(env_id)
-    except Exception as error:
-        raise ArgumentError(
-            f"--env {env_id} can't be made here ({type(error).__name__}: {error}): install what it "
-            "needs, or name another"
-        ) from error
-    return env
 
 
 def _fill(saved: SavedFrames, given: argparse.Namespace, policy: NamedPolicy) -> None:
@@ -173,7 +130,6 @@ def _fill(saved: SavedFrames, given: argparse.Namespace, policy: NamedPolicy) ->
     frames_per_batch = given.frames_per_batch or default
     with RPCDataCollector(
         given.env,
-        policy.policy,
         policy_factory=policy.factory,
         frames_per_batch=frames_per_batch,
         # A multiple of frames_per_batch; SavedFrames ignores surplus frames.
@@ -185,7 +141,16 @@ def _fill(saved: SavedFrames, given: argparse.Namespace, policy: NamedPolicy) ->
         reproducible=given.seed is not None,
         monitor=_monitor(),
     ) as collector:
-        _resume(collector, saved, given.seed)
+        if saved.frames:
+            earlier = {
+                "frames": saved.frames,
+                "next_traj_id": saved.next_traj_id,
+                "seed": None if given.seed is None else (given.seed, False),
+                "resumes": saved.resumes - 1,
+            }
+            collector.load_state_dict({**collector.state_dict(), **earlier})
+        elif given.seed is not None:
+            collector.set_seed(given.seed)
         while not saved.is_complete:
             saved.add(collector.next())
 
@@ -200,20 +165,6 @@ def _monitor() -> Monitor | None:
             _print(log_line(stats))
 
     return Monitor(view=False, callback=show, every_s=_PRINT_EVERY_S)
-
-
-def _resume(collector: RPCDataCollector, saved: SavedFrames, seed: int | None) -> None:
-    if not saved.frames:
-        if seed is not None:
-            collector.set_seed(seed)
-        return
-    earlier = {
-        "frames": saved.frames,
-        "next_traj_id": saved.next_traj_id,
-        "seed": None if seed is None else (seed, False),
-        "resumes": saved.resumes - 1,
-    }
-    collector.load_state_dict({**collector.state_dict(), **earlier})
 
 
 def _print(message: str) -> None:

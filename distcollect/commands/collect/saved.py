@@ -15,17 +15,14 @@ import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import gymnasium as gym
 import tensordict
 import torch
 from tensordict import TensorDict
 
 from distcollect.common.files import replacing
-from distcollect.envs.base import space_of
 from distcollect.errors import ArgumentError, CollectorStateError
-from distcollect.rollout.spaces import leaves_of
 
 RECORD = "collect.json"
 _DRAFT = f".{RECORD}"
@@ -33,24 +30,6 @@ _DESCRIPTION = "meta.json"  # TensorDict's, in each folder of frames
 _FORMAT = 1
 _RECORD_EVERY_S = 1.0  # a process that is killed loses at most the frames of this time
 _GIB = 1 << 30
-_ANY_NAME = (0, 13)  # since this version of TensorDict, names of entries may have slashes
-
-_Self = TypeVar("_Self", bound="SavedFrames")
-
-
-def frame_bytes(env: gym.Env[Any, Any]) -> int:
-    """Bytes of a frame of ``env`` in a batch, without what a policy writes besides its action.
-
-    Raises:
-        SpaceError: the env has a space that is not supported.
-    """
-    observation = leaves_of(space_of(env, "observation"), "observation")
-    leaves = [*observation, *observation, *leaves_of(space_of(env, "action"), "action")]
-    # Reward; done, terminated and truncated before and after; faulted; three ids.
-    bookkeeping = 4 + 6 + 1 + 3 * 8
-    return bookkeeping + sum(
-        torch.Size(leaf.shape).numel() * leaf.dtype.itemsize for leaf in leaves
-    )
 
 
 class SavedFrames:
@@ -63,7 +42,7 @@ class SavedFrames:
     """
 
     def __init__(self, folder: Path, num_frames: int, settings: Mapping[str, Any]) -> None:
-        """Open or make the folder.
+        """Open or make the folder, and record that this process begins or resumes.
 
         Args:
             folder: a folder that is new, empty, or from an earlier call with the same settings;
@@ -78,21 +57,17 @@ class SavedFrames:
         """
         self.folder = folder
         self.num_frames = num_frames
-        self._record: dict[str, Any] = {
-            "format": _FORMAT,
-            "frames": 0,
-            "resumes": 0,
-            "next_traj_id": 0,
-            "settings": {"frames": num_frames, **settings},
-        }
-        self._frames: TensorDict | None = None
+        self.frames = self.resumes = self.next_traj_id = 0
+        self._settings = {"frames": num_frames, **settings}
+        self._mapped: TensorDict | None = None
         self._files: list[int] = []
-        with contextlib.ExitStack() as undo:
+        with contextlib.ExitStack() as opened:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                self._lock = os.open(folder, os.O_RDONLY)
-                undo.callback(os.close, self._lock)
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock = os.open(folder, os.O_RDONLY)
+                opened.callback(os.close, lock)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._read()
             except BlockingIOError:
                 raise CollectorStateError(
                     f"--out {folder}: another process is writing there; wait for it, or name "
@@ -102,35 +77,32 @@ class SavedFrames:
                 raise ArgumentError(
                     f"--out {folder} can't be a folder of frames ({error.strerror}): name another"
                 ) from error
-            self._read()
-            undo.pop_all()
+            if not self.is_complete:
+                self.resumes += bool(self.frames)
+                self.record()
+            self._opened = opened.pop_all()
 
     def _read(self) -> None:
-        if not (self.folder / RECORD).exists():
+        file = self.folder / RECORD
+        try:
+            found = json.loads(file.read_text())
+            is_known = found["format"] == _FORMAT
+        except FileNotFoundError:
             # A process that was killed at its start has left a draft of its first record.
             if others := sorted({path.name for path in self.folder.iterdir()} - {_DRAFT}):
                 raise ArgumentError(
                     f"--out {self.folder} holds other things ({', '.join(others[:3])}"
                     f"{', ...' if len(others) > 3 else ''}): name a new or empty folder"
-                )
+                ) from None
             return
-        try:
-            found = json.loads((self.folder / RECORD).read_text())
-            known = found["format"] == _FORMAT
-        except OSError as error:
-            raise ArgumentError(
-                f"{self.folder / RECORD} can't be read ({error.strerror}): name another folder"
-            ) from error
         except (ValueError, KeyError, TypeError):
-            known = False
-        if not known:
-            raise ArgumentError(
-                f"{self.folder / RECORD} is no record of format {_FORMAT}: name another folder"
-            )
+            is_known = False
+        if not is_known:
+            raise ArgumentError(f"{file} is no record of format {_FORMAT}: name another folder")
         if not found["frames"]:
             self._discard()  # frames that were never recorded, perhaps of other settings
             return
-        wanted, there = self._record["settings"], found["settings"]
+        wanted, there = self._settings, found["settings"]
         if differing := [
             f"{name} {there.get(name)!r}, not {wanted.get(name)!r}"
             for name in {**wanted, **there}
@@ -140,7 +112,8 @@ class SavedFrames:
                 f"--out {self.folder} holds frames of other settings: {'; '.join(differing)}. Name "
                 "another folder, or use the same settings"
             )
-        self._record = found
+        self.frames, self.resumes = found["frames"], found["resumes"]
+        self.next_traj_id = found["next_traj_id"]
 
     def _discard(self) -> None:
         """Remove what was made for frames, none of which was written."""
@@ -151,48 +124,16 @@ class SavedFrames:
             elif path.name == _DESCRIPTION or path.name.endswith(".memmap"):
                 path.unlink()
 
-    def __enter__(self: _Self) -> _Self:
+    def __enter__(self) -> SavedFrames:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     @property
-    def frames(self) -> int:
-        return self._record["frames"]  # type: ignore[no-any-return]
-
-    @property
-    def resumes(self) -> int:
-        return self._record["resumes"]  # type: ignore[no-any-return]
-
-    @property
-    def next_traj_id(self) -> int:
-        return self._record["next_traj_id"]  # type: ignore[no-any-return]
-
-    @property
     def is_complete(self) -> bool:
-        """Whether all frames are written."""
+        """Return True if all frames are written."""
         return self.frames == self.num_frames
-
-    def check_room(self, bytes_per_frame: int) -> None:
-        """Raise ArgumentError if the disk has too little room for the frames.
-
-        Does nothing if there are frames already: the room for all was allocated with the first.
-        """
-        free = shutil.disk_usage(self.folder).free
-        needed = self.num_frames * bytes_per_frame
-        if not self.frames and needed > free:
-            raise ArgumentError(
-                f"{self.num_frames:,} frames need {needed / _GIB:.1f} GiB, and {self.folder} has "
-                f"{free / _GIB:.1f} GiB left: take fewer, or another disk"
-            )
-
-    def begin(self) -> None:
-        """Record that this process begins or resumes; raises what :meth:`record` raises."""
-        if self.frames:
-            self._record["resumes"] += 1
-        self._write_record()
-        self._recorded_at = time.monotonic()
 
     def add(self, batch: TensorDict) -> int:
         """Write the frames of ``batch``, row by row, until the folder is complete.
@@ -204,19 +145,19 @@ class SavedFrames:
             ArgumentError: the disk is full, or the frames differ in kind from those in the folder.
         """
         flat = batch.reshape(-1)
-        if self._frames is None:
-            self._frames = self._mapped(flat)
-        first = self.frames
-        count = min(len(flat), self.num_frames - first)
-        self._frames[first : first + count] = flat[:count]
+        if self._mapped is None:
+            self._mapped = self._map(flat)
+        count = min(len(flat), self.num_frames - self.frames)
+        self._mapped[self.frames : self.frames + count] = flat[:count]
         highest = int(flat["collector", "traj_ids"][:count].max())
-        self._record["next_traj_id"] = max(self.next_traj_id, highest + 1)
-        self._record["frames"] += count
+        self.next_traj_id = max(self.next_traj_id, highest + 1)
+        self.frames += count
         if self.is_complete or time.monotonic() - self._recorded_at > _RECORD_EVERY_S:
             self.record()
         return count
 
-    def _mapped(self, flat: TensorDict) -> TensorDict:
+    def _map(self, flat: TensorDict) -> TensorDict:
+        """Map the files of all frames, and allocate the room for them."""
         if self.frames:
             frames = TensorDict.load_memmap(self.folder)
             there, new = _kinds(frames), _kinds(flat)
@@ -227,14 +168,21 @@ class SavedFrames:
                     f"{', '.join(names)}; name another folder, or use the same env and policy"
                 )
         else:
-            self.check_room(flat[:1].bytes())
+            free, needed = shutil.disk_usage(self.folder).free, self.num_frames * flat[:1].bytes()
+            if needed > free:
+                raise ArgumentError(
+                    f"{self.num_frames:,} frames need {needed / _GIB:.1f} GiB, and {self.folder} "
+                    f"has {free / _GIB:.1f} GiB left: take fewer, or another disk"
+                )
             _check_names(flat)
             frames = flat[:1].expand(self.num_frames).memmap_like(self.folder)
         try:
-            for file in sorted(self.folder.rglob("*.memmap")):
-                self._files.append(os.open(file, os.O_RDWR))
+            for path in sorted(self.folder.rglob("*.memmap")):
+                file = os.open(path, os.O_RDWR)
+                self._opened.callback(os.close, file)
+                self._files.append(file)
                 # Otherwise a write to the map would kill this process when the disk is full.
-                os.posix_fallocate(self._files[-1], 0, file.stat().st_size)
+                os.posix_fallocate(file, 0, path.stat().st_size)
         except OSError as error:
             if not self.frames:
                 self._discard()
@@ -250,38 +198,27 @@ class SavedFrames:
         Raises:
             ArgumentError: the disk is full or gone; what was recorded before remains.
         """
+        names = ("frames", "resumes", "next_traj_id")
+        numbers = {name: getattr(self, name) for name in names}
+        record = {"format": _FORMAT, **numbers, "settings": self._settings}
         try:
             for file in self._files:
                 os.fdatasync(file)
+            with replacing(self.folder / RECORD, self.folder / _DRAFT) as draft:
+                draft.write(json.dumps(record, indent=1).encode())
         except OSError as error:
-            raise self._unwritable(error) from error
-        self._write_record()
+            raise ArgumentError(
+                f"--out {self.folder} can't be written ({error.strerror}): once it can, the same "
+                "command continues from the frames that were recorded before"
+            ) from error
         self._recorded_at = time.monotonic()
-
-    def _write_record(self) -> None:
-        try:
-            with replacing(self.folder / RECORD, self.folder / _DRAFT) as file:
-                file.write(json.dumps(self._record, indent=1).encode())
-        except OSError as error:
-            raise self._unwritable(error) from error
-
-    def _unwritable(self, error: OSError) -> ArgumentError:
-        return ArgumentError(
-            f"--out {self.folder} can't be written ({error.strerror}): once it can, the same "
-            "command continues from the frames that were recorded before"
-        )
 
     def close(self) -> None:
         """Record all frames and close the folder; raises what :meth:`record` raises."""
-        try:
+        self._mapped = None
+        with self._opened:
             if self._files:
                 self.record()
-        finally:
-            self._frames = None
-            for file in self._files:
-                os.close(file)
-            self._files.clear()
-            os.close(self._lock)
 
 
 def _kinds(frames: TensorDict) -> dict[str, tuple[torch.Size, torch.dtype]]:
@@ -298,13 +235,10 @@ def _check_names(frames: TensorDict) -> None:
     Raises:
         ArgumentError: it would write them to other folders, and not find them again.
     """
-    major, minor, *_ = tensordict.__version__.split(".")
-    if (int(major), int(minor)) >= _ANY_NAME:
-        return
     wrong = sorted(name for name in _kinds(frames) if "/" in name)
-    if wrong:
+    version = tensordict.__version__
+    if wrong and tuple(map(int, version.split(".")[:2])) < (0, 13):
         raise ArgumentError(
-            f"TensorDict {tensordict.__version__} can't write entries with a slash in their "
-            f"name to files: {', '.join(wrong)}; install TensorDict "
-            f"{'.'.join(map(str, _ANY_NAME))} or newer"
+            f"TensorDict {version} can't write entries with a slash in their name to files: "
+            f"{', '.join(wrong)}; install TensorDict 0.13 or newer"
         )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 
+from distcollect.commands.argtypes import declare
 from distcollect.commands.report.history import read
 from distcollect.commands.report.page import page
 from distcollect.errors import ArgumentError
@@ -14,18 +16,9 @@ from distcollect.telemetry.stats_file import STATS_FILE, stats_file
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument(
-        "folder",
-        metavar="RUN",
-        type=Path,
-        help=f"the folder in Monitor(run_dir=...), with {STATS_FILE}",
-    )
-    parser.add_argument(
-        "--out",
-        metavar="FILE",
-        type=Path,
-        help="the page to write (default: report.html in that folder)",
-    )
+    add = partial(declare, parser.add_argument)
+    add("folder RUN", f"the folder in Monitor(run_dir=...), with {STATS_FILE}", type=Path)
+    add("--out FILE", "the page to write (default: report.html in that folder)", type=Path)
 
 
 def run(given: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""Loads the policy that is named on the command line."""
+"""The env and the policy that are named on the command line."""
 
 from __future__ import annotations
 
@@ -19,36 +19,52 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from distcollect.commands.argtypes import declare
 from distcollect.errors import ArgumentError
+
+
+def import_from_here() -> None:
+    """Make modules in the working folder importable.
+
+    ``python -m`` does that by itself, but a console script adds its own folder instead.
+    """
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+
+
+def tried_env(name: str, make: Callable[[], Any]) -> Any:
+    """Make the env that ``--env`` names.
+
+    Raises:
+        ArgumentError: it can't be made here.
+    """
+    try:
+        return make()
+    except Exception as error:
+        raise ArgumentError(
+            f"--env {name} can't be made here ({type(error).__name__}: {error}): install what it "
+            "needs, or name another"
+        ) from error
 
 
 def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments that name a policy."""
-    parser.add_argument(
-        "--policy",
-        metavar="FILE",
-        help="a TorchScript file, MODULE:NAME, or a module saved by torch.save (default: random)",
-    )
-    parser.add_argument(
-        "--weights", metavar="FILE", type=Path, help="a state_dict() to load into MODULE:NAME"
-    )
-    parser.add_argument(
-        "--trust-policy",
-        action="store_true",
-        help="allow a --policy saved by torch.save, which can run any code when it is loaded",
-    )
+    add = partial(declare, parser.add_argument)
+    about = "a TorchScript file, MODULE:NAME, or a module saved by torch.save (default: random)"
+    add("--policy FILE", about)
+    add("--weights FILE", "a state_dict() to load into MODULE:NAME", type=Path)
+    about = "allow a --policy saved by torch.save, which can run any code when it is loaded"
+    add("--trust-policy", about, action="store_true")
 
 
 class NamedPolicy(NamedTuple):
-    """A collector's arguments for a policy, and the policy's identity.
+    """A policy.
 
     Attributes:
-        policy: the collector's ``policy``.
-        factory: the collector's ``policy_factory``; None for both: random actions.
+        factory: a collector's ``policy_factory``; None: random actions.
         identity: equal strings mean equal policies, as far as that can be known.
     """
 
-    policy: Callable[..., Any] | None
     factory: Callable[[], Callable[..., Any]] | None
     identity: str
 
@@ -72,57 +88,40 @@ def named_policy(given: str | None, weights: Path | None = None, *, trust: bool)
     if given is None:
         if weights is not None:
             raise ArgumentError(f"--weights {weights} needs a --policy whose weights they are")
-        return NamedPolicy(None, None, "random")
-    file = Path(given)
-    if file.is_file():
+        return NamedPolicy(None, "random")
+    if not Path(given).is_file():
+        policy, identity = _imported(given), given
         if weights is not None:
-            raise ArgumentError(
-                f"--weights {weights}: the policy in {file} has weights already; leave one out, or "
-                "name the policy's code by --policy MODULE:NAME"
-            )
-        try:
-            data = file.read_bytes()
-        except OSError as error:
-            raise ArgumentError(f"--policy {file} can't be read: {error.strerror}") from error
-        digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
+            identity += f" {_load_weights(policy, weights, given)}"
+    elif weights is not None:
+        raise ArgumentError(
+            f"--weights {weights}: the policy in {given} has weights already; leave one out, or "
+            "name the policy's code by --policy MODULE:NAME"
+        )
+    else:
+        data, identity = _read("--policy", given)
         if _is_torchscript(data):
-            return NamedPolicy(None, partial(Scripted, data), digest)
-        return NamedPolicy(_unpickled(file, data, trust=trust), None, digest)
-    found = _imported(given)
-    identity = given
-    policy = _made(given, found) if _is_maker(found) else found
+            return NamedPolicy(partial(Scripted, data), identity)
+        policy = _unpickled(given, data, trust=trust)
     if not callable(policy):
         raise ArgumentError(
             f"--policy {given}: {policy!r} can't be called, so it is no policy; name a module or "
             "function from observations to actions"
         )
-    if weights is not None:
-        data = _load_weights(policy, weights, given)
-        identity += f" sha256:{hashlib.sha256(data).hexdigest()}"
-    return NamedPolicy(policy, None, identity)
+    return NamedPolicy(lambda: policy, identity)
 
 
-def _is_maker(found: object) -> bool:
-    if inspect.isclass(found):
-        return True
+def _read(option: str, file: str | Path) -> tuple[bytes, str]:
+    """Return what is in a file, and its digest."""
     try:
-        return inspect.isroutine(found) and not inspect.signature(found).parameters
-    except ValueError:  # some built-in functions have no signature
-        return False
-
-
-def _made(given: str, maker: Callable[[], Any]) -> Any:
-    try:
-        return maker()
-    except Exception as error:
-        raise ArgumentError(
-            f"--policy {given}: {maker.__name__}() raised {type(error).__name__}: {error}; "
-            "name a class or function that makes the policy without arguments"
-        ) from error
+        data = Path(file).read_bytes()
+    except OSError as error:
+        raise ArgumentError(f"{option} {file} can't be read: {error.strerror}") from error
+    return data, f"sha256:{hashlib.sha256(data).hexdigest()}"
 
 
 class Scripted(nn.Module):
-    """A policy from a TorchScript archive; a plain torch.jit module can't be pickled."""
+    """A policy from a TorchScript archive, whose parameters have the names that they have there."""
 
     def __init__(self, archive: bytes) -> None:
         """Load ``archive`` on the CPU."""
@@ -154,7 +153,7 @@ def _is_torchscript(data: bytes) -> bool:
         return False  # no archive, or a damaged one
 
 
-def _unpickled(file: Path, data: bytes, *, trust: bool) -> Callable[..., Any]:
+def _unpickled(file: str, data: bytes, *, trust: bool) -> Any:
     try:
         held = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:
@@ -176,41 +175,29 @@ def _unpickled(file: Path, data: bytes, *, trust: bool) -> Callable[..., Any]:
             f"--policy {file} is a pickle, which can run any code when it is loaded: add "
             "--trust-policy if you know where it comes from, or save the policy by torch.jit.save"
         )
-    import_from_here()
     try:
-        policy = torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
     except Exception as error:
         raise ArgumentError(
             f"--policy {file} can't be loaded ({type(error).__name__}: {error}): the modules that "
             "define it must be importable from here"
         ) from error
-    if not callable(policy):
-        raise ArgumentError(
-            f"--policy {file} holds a {type(policy).__name__}, which is no policy: save a module "
-            "or function from observations to actions"
-        )
-    return policy  # type: ignore[no-any-return]
 
 
 def _imported(given: str) -> Any:
+    """Return the policy ``module:name``, or what the class or function of this name makes."""
     module_name, _, name = given.partition(":")
     if not (module_name and name):
         raise ArgumentError(
             f"--policy {given}: there is no such file; give one, or MODULE:NAME for what a module "
             "defines"
         )
-    import_from_here()
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ArgumentError(
-            f"--policy {given}: module {module_name!r} can't be imported ({error}); it is "
-            "searched for in this folder and in PYTHONPATH"
-        ) from error
     except Exception as error:
         raise ArgumentError(
-            f"--policy {given}: importing the module {module_name!r} raised "
-            f"{type(error).__name__}: {error}"
+            f"--policy {given}: module {module_name!r} can't be imported ({type(error).__name__}: "
+            f"{error}); it is searched for in this folder and in PYTHONPATH"
         ) from error
     if not hasattr(module, name):
         origin = getattr(module, "__file__", "built in")
@@ -218,27 +205,35 @@ def _imported(given: str) -> Any:
             f"--policy {given}: module {module_name!r} ({origin}) has no {name!r}; name a policy "
             "that it defines, or a class or function that makes one"
         )
-    return getattr(module, name)
+    found = getattr(module, name)
+    if not _is_maker(found):
+        return found
+    try:
+        return found()
+    except Exception as error:
+        raise ArgumentError(
+            f"--policy {given}: {name}() raised {type(error).__name__}: {error}; "
+            "name a class or function that makes the policy without arguments"
+        ) from error
 
 
-def import_from_here() -> None:
-    """Make modules in the working folder importable.
+def _is_maker(found: object) -> bool:
+    if inspect.isclass(found):
+        return True
+    try:
+        return inspect.isroutine(found) and not inspect.signature(found).parameters
+    except ValueError:  # some built-in functions have no signature
+        return False
 
-    ``python -m`` does that by itself, but a console script adds its own folder instead.
-    """
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
 
-
-def _load_weights(policy: object, file: Path, given: str) -> bytes:
+def _load_weights(policy: object, file: Path, given: str) -> str:
+    """Load a file of weights into the policy ``given``; return the file's digest."""
     if not isinstance(policy, nn.Module):
         raise ArgumentError(f"--weights {file}: {given} is no torch module, so it has no weights")
+    data, digest = _read("--weights", file)
     wanted = "it must hold that module's state_dict(), written by torch.save"
     try:
-        data = file.read_bytes()
         state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise ArgumentError(f"--weights {file} can't be read: {error.strerror}") from error
     except Exception as error:
         # Without torch's message, which recommends an option that would run code from the file.
         raise ArgumentError(f"--weights {file} is no file of weights: {wanted}") from error
@@ -249,4 +244,4 @@ def _load_weights(policy: object, file: Path, given: str) -> bytes:
             f"--weights {file} can't be loaded into {given} ({type(error).__name__}: {error}); "
             f"{wanted}"
         ) from error
-    return data
+    return digest
