@@ -16,7 +16,6 @@ from benchmarks.items import ITEMS
 from benchmarks.runner import Outcome
 from benchmarks.windows import NotEnough, frames_per_s
 from gymnasium import spaces
-from helpers.command_line import modules, status_of  # noqa: F401 - a fixture
 from tensordict import TensorDictBase
 
 from distcollect.commands.bench import BareLoop, Measured, table
@@ -78,24 +77,6 @@ def test_table() -> None:
     assert " ".join(first.split()) == "in process 16 20,000 18,000 0.90 0.80 .. 1.00 env"
     assert " ".join(second.split()) == "2 1 4,000 3,000 0.75 0.75 .. 0.75 policy"
     assert notes[1] == "2 worker(s), 1 env(s): Bound by the policy."
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--env CartPole-v1 --envs 1,no", "--envs: 'no': must be a whole number, at least 1"),
-        ("--env CartPole-v1 --workers -1", "must be a whole number, at least 0"),
-        ("--env NoSuch-v0", "no env 'NoSuch-v0'"),
-        ("--env five:five", "no env 'five:five'"),
-        ("--env collections:OrderedDict", "OrderedDict makes a OrderedDict: bench steps single"),
-        ("--env CartPole-v1 --json no/x.json", "no/x.json: No such file or directory; name a file"),
-        ("--env CartPole-v1 --policy five:five", "5 can't be called"),
-    ],
-)
-@pytest.mark.usefixtures("modules")
-def test_wrong_arguments(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert status_of(f"bench {arguments}") == 2
-    assert message in capsys.readouterr().err
 
 
 # What follows is about tests/benchmarks.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,52 +12,20 @@ import pytest
 import torch
 from gymnasium import spaces
 from helpers.collect_command import arguments, recorded, scripted
-from helpers.command_line import modules, status_of  # noqa: F401 - a fixture
 from helpers.versions import version_of
 from tensordict import TensorDict
 from torch import nn
 
 import distcollect as dc
+from distcollect.commands import main as cli
 from distcollect.commands.collect.saved import SavedFrames
 from distcollect.commands.named import named_policy
-
-CARTPOLE: dict[str, Any] = {"env": "CartPole-v1", "frames": 20}
 
 
 def refused(out: Path, capsys: pytest.CaptureFixture[str], **given: Any) -> str:
     """The message of a command that is refused."""
-    assert status_of(shlex.join(arguments(out, **{**CARTPOLE, **given}))) == 2
+    assert cli.main(arguments(out, **{"env": "CartPole-v1", "frames": 20, **given})) == 2
     return capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"env": "CartPoel-v1"}, "CartPoel.*CartPole"),
-        ({"env": "Lacking-v0"}, "--env Lacking-v0 can't be made here .*install what it needs"),
-        ({"frames": 0}, "--frames: '0': must be a whole number, at least 1"),
-        ({"num_workers": -1}, "--num-workers: '-1': must be a whole number, at least 1"),
-        ({"envs_per_worker": "two"}, "--envs-per-worker: 'two': must be a whole number"),
-        ({"policy": "nowhere.pt"}, "nowhere.pt: there is no such file.*MODULE:NAME"),
-        ({"policy": "nowhere:policy"}, "'nowhere' can't be imported"),
-        ({"policy": "sys:policy"}, r"'sys' \(built in\) has no 'policy'"),
-        ({"policy": ":policy"}, ":policy: there is no such file.*MODULE:NAME"),
-        ({"policy": ".nowhere:policy"}, "'.nowhere' can't be imported .TypeError"),
-        ({"weights": "w.pt"}, "--weights w.pt needs a --policy"),
-        ({"author": "me"}, "--author me: it goes into a Minari data set; name one by --minari"),
-    ],
-)
-@pytest.mark.usefixtures("modules")
-def test_is_refused_before_any_process_starts(
-    started: Callable[[], list[str]],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    given: dict[str, Any],
-    message: str,
-) -> None:
-    assert re.search(message, refused(tmp_path / "out", capsys, **given))
-    assert started() == []
-    assert not (tmp_path / "out").exists()
 
 
 def cartpole(num_frames: int = 5) -> TensorDict:

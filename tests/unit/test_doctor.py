@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import distcollect as dc
 from distcollect.commands.doctor import checks
 from distcollect.commands.doctor.checks import Finding
 from distcollect.commands.doctor.host_report import (
@@ -19,8 +20,9 @@ from distcollect.commands.doctor.host_report import (
     read_free_bytes,
     read_num_ports,
 )
-from distcollect.commands.doctor.links import Link, idle_cores, skew
+from distcollect.commands.doctor.ranks import idle_cores, skew
 from distcollect.commands.doctor.report import capacities
+from distcollect.transport.start import missing_parts
 
 
 def only(findings: Iterable[Finding]) -> Finding:
@@ -49,16 +51,15 @@ def found(report: HostReport, num_hosts: int = 1, num_workers: int = 1, **change
     return list(checks.check_host(replace(report, **changed), num_hosts, num_workers))
 
 
-def link_to(report: HostReport, skew_s: float = 0.0, *, shares_memory: bool = False) -> Any:
-    link = Link(0.00031, 1.1e9, 3.2e6, skew_s, shares_memory)
-    return list(checks.check_link(HERE, report, link))
+def link_to(report: HostReport, skew_s: float = 0.0, *, mapped: bool = False) -> Any:
+    return list(checks.check_link(HERE, report, skew_s, mapped=mapped))
 
 
 def test_nothing_is_wrong_here() -> None:
     assert not found(replace(HERE, shm_bytes=-1, problems={}))
     assert not found(FAR, 2, shm_bytes=1 << 30)
     assert not link_to(FAR, 0.3)
-    assert not link_to(HERE, shares_memory=True)
+    assert not link_to(HERE, mapped=True)
     assert not list(checks.check_versions([HERE, FAR]))
 
 
@@ -175,3 +176,24 @@ def test_clocks() -> None:
     ahead, behind = (only(link_to(FAR, skew_s)).problem for skew_s in (100.0, -2.0))
     assert "100.0 s ahead of" in ahead
     assert "2.0 s behind" in behind
+
+
+def test_a_survey_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    report = inspect_host(3, "127.0.0.1")
+    assert HostReport(**asdict(report)) == report  # as it travels
+    assert report.interface == "lo"
+    assert "127.0.0.1" in report.interfaces["lo"]
+    assert report.variables == {"GLOO_SOCKET_IFNAME": "lo"}
+    assert not report.problems
+    taken = found(inspect_host(3, "203.0.113.1"))
+    assert "can't listen on 203.0.113.1" in next(f.problem for f in taken if f.topic == "ports")
+
+
+def test_torch_without_a_private_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert missing_parts() == []
+    monkeypatch.delattr("torch.distributed.rpc.api._init_rpc_states")
+    assert "lacks _init_rpc_states" in only(found(inspect_host(0, "127.0.0.1"))).problem
+    # A run says so too, before any process is started.
+    with pytest.raises(dc.LaunchError, match="lacks _init_rpc_states"):
+        dc.RPCDataCollector("CartPole-v1", frames_per_batch=8, num_workers=1)

@@ -7,7 +7,6 @@ from ipaddress import ip_address
 from typing import NamedTuple
 
 from distcollect.commands.doctor.host_report import FILES, FILES_PER_WORKER, SHM, HostReport
-from distcollect.commands.doctor.links import Link
 
 # Ranks must agree in so many parts of a version; the others may differ.
 _PARTS = 2
@@ -50,125 +49,108 @@ def _short(version: str) -> str:
 
 def check_host(report: HostReport, num_hosts: int, num_workers: int) -> Iterator[Finding]:
     """Check what a rank found on its own host, for a run of this size."""
-    where = report.where
+    checks = [*_interface(report), *_limits(report, num_workers)]
+    if num_hosts > 1:
+        checks += _own_name(report)
     if report.missing:
         problem = f"torch {report.versions['torch']} lacks {', '.join(report.missing)}"
-        yield Finding(
-            "torch", where, problem, "use the torch version that constraints/tested.txt names"
-        )
-    yield from _check_interface(report)
-    if num_hosts > 1:
-        yield from _check_name(report)
+        checks.append(("torch", problem, "use the torch version that constraints/tested.txt names"))
+    for topic, problem, remedy in checks:
+        yield Finding(topic, report.where, problem, remedy)
+
+
+def _limits(report: HostReport, num_workers: int) -> Iterator[tuple[str, str, str]]:
+    """Check ports, open files and memory; topic, problem and remedy."""
     if "ports" in report.problems:
-        yield Finding(
-            "ports",
-            where,
-            report.problems["ports"],
-            "MASTER_ADDR or DISTCOLLECT_LISTEN must name an address of this host on a private "
-            "network",
-        )
+        remedy = "MASTER_ADDR or DISTCOLLECT_LISTEN must name an address of this host on a private "
+        yield "ports", report.problems["ports"], f"{remedy}network"
     needed = FILES + FILES_PER_WORKER * (num_workers if report.rank == 0 else 1)
     if 0 <= report.max_files < needed:
-        yield Finding(
-            "files",
-            where,
+        problem = (
             f"it may have {report.max_files} files open; with {num_workers} worker(s) some "
-            f"{needed} are needed",
-            f"ulimit -Hn {max(needed, 4096)} before it is started (or LimitNOFILE, nofile in "
-            "limits.conf)",
+            f"{needed} are needed"
         )
+        remedy = f"ulimit -Hn {max(needed, 4096)} before it is started"
+        yield "files", problem, f"{remedy} (or LimitNOFILE, nofile in limits.conf)"
     if "memory" in report.problems:
-        yield Finding(
-            "memory",
-            where,
-            f"it can't make memory that others map: {report.problems['memory']}",
-            "raise its memory limit; until then rollouts and weights are sent, not shared",
-        )
+        problem = f"it can't make memory that others map: {report.problems['memory']}"
+        remedy = "raise its memory limit; until then rollouts and weights are sent, not shared"
+        yield "memory", problem, remedy
     if 0 <= report.shm_bytes < _MIN_SHM_BYTES:
-        yield Finding(
-            "memory",
-            where,
+        problem = (
             f"{SHM} has {report.shm_bytes >> 20} MB free, which AsyncVectorEnv and DataLoader put "
-            "their data into (distcollect itself doesn't)",
-            "give the container more: docker run --shm-size=2g",
+            "their data into (distcollect itself doesn't)"
         )
+        yield "memory", problem, "give the container more: docker run --shm-size=2g"
 
 
-def _check_interface(report: HostReport) -> Iterator[Finding]:
+def _interface(report: HostReport) -> Iterator[tuple[str, str, str]]:
     """Check that a rank's interface exists, and that no variable names a wrong one."""
+    names = ", ".join(report.interfaces)
     for name, value in report.variables.items():
         # NCCL allows a list, with "=" before an exact name and "^" before an excluded one.
         wanted = tuple(part.lstrip("=") for part in value.split(",") if not part.startswith("^"))
         if wanted and not any(known.startswith(wanted) for known in report.interfaces):
-            yield Finding(
-                "interface",
-                report.where,
-                f"{name}={value}, but the host's interfaces are {', '.join(report.interfaces)}",
-                f"unset {name}: distcollect uses the interface that leads to the trainer",
-            )
-    has = report.interfaces.get(report.interface, [])
-    if report.interface not in ("", "lo") and has and has[0] != report.address:
-        yield Finding(
-            "interface",
-            report.where,
-            f"its address is {report.address}, but torch's RPC listens on {has[0]}, the first "
-            f"address of {report.interface}",
-            f"make {report.address} the first address of {report.interface}, or let the launch use "
-            f"the network of {has[0]}",
-        )
+            problem = f"{name}={value}, but the host's interfaces are {names}"
+            remedy = f"unset {name}: distcollect uses the interface that leads to the trainer"
+            yield "interface", problem, remedy
     if not report.interface:
-        yield Finding(
-            "interface",
-            report.where,
-            f"none of its interfaces has its address {report.address}",
-            "set TP_SOCKET_IFNAME to the interface that leads to the trainer",
+        problem = f"none of its interfaces has its address {report.address}"
+        remedy = "set TP_SOCKET_IFNAME to the interface that leads to the trainer"
+        yield "interface", problem, remedy
+    first = report.interfaces.get(report.interface, [report.address])[0]
+    if report.interface != "lo" and first != report.address:
+        problem = (
+            f"its address is {report.address}, but torch's RPC listens on {first}, the first "
+            f"address of {report.interface}"
         )
+        remedy = f"make {report.address} the first address of {report.interface}, or let the launch"
+        yield "interface", problem, f"{remedy} use the network of {first}"
 
 
-def _check_name(report: HostReport) -> Iterator[Finding]:
+def _own_name(report: HostReport) -> Iterator[tuple[str, str, str]]:
     """Check that a host's own name resolves to an address that other hosts can use."""
     if any(not ip_address(a.partition("%")[0]).is_loopback for a in report.own_name):
         return
-    addresses = ", ".join(report.own_name) or "nothing"
-    yield Finding(
-        "names",
-        report.where,
-        f"on it, its own name {report.host!r} resolves to {addresses}: torchrun may not know the "
-        "host of its rendezvous by it, and groups of your own would listen there",
+    problem = (
+        f"on it, its own name {report.host!r} resolves to "
+        f"{', '.join(report.own_name) or 'nothing'}: torchrun may not know the host of its "
+        "rendezvous by it, and groups of your own would listen there"
+    )
+    remedy = (
         f"in its /etc/hosts, give {report.host} the address {report.address}; or start torchrun "
         f"there with --local-addr={report.address}, on the host of the rendezvous with --rdzv-conf "
-        f"is_host=1 as well, and set GLOO_SOCKET_IFNAME={report.interface} for groups of your own",
+        f"is_host=1 as well, and set GLOO_SOCKET_IFNAME={report.interface} for groups of your own"
     )
+    yield "names", problem, remedy
 
 
-def check_link(trainer: HostReport, report: HostReport, link: Link) -> Iterator[Finding]:
+def check_link(
+    trainer: HostReport, report: HostReport, skew_s: float, *, mapped: bool
+) -> Iterator[Finding]:
     """Check the clock of a rank, and that the trainer can map its memory if it is on its host."""
-    if abs(link.skew_s) > _MAX_SKEW_S:
-        yield Finding(
-            "clocks",
-            report.where,
-            f"its clock is {abs(link.skew_s):.1f} s {'ahead of' if link.skew_s > 0 else 'behind'} "
-            "the trainer's: times in logs and files of a run can't be compared",
-            "let NTP or chrony set the clocks of all hosts",
+    if abs(skew_s) > _MAX_SKEW_S:
+        problem = (
+            f"its clock is {abs(skew_s):.1f} s {'ahead of' if skew_s > 0 else 'behind'} the "
+            "trainer's: times in logs and files of a run can't be compared"
         )
-    if not link.shares_memory and report.host_id == trainer.host_id:
-        yield Finding(
-            "memory",
-            report.where,
-            "it is on the trainer's host, but the trainer may not map its memory: rollouts are "
-            "sent",
+        remedy = "let NTP or chrony set the clocks of all hosts"
+        yield Finding("clocks", report.where, problem, remedy)
+    if not mapped and report.host_id == trainer.host_id:
+        problem = "it is on the trainer's host, but the trainer may not map its memory: rollouts "
+        remedy = (
             "run both as the same user, in one container; and see "
-            "/proc/sys/kernel/yama/ptrace_scope, hidepid and seccomp",
+            "/proc/sys/kernel/yama/ptrace_scope, hidepid and seccomp"
         )
+        yield Finding("memory", report.where, f"{problem}are sent", remedy)
 
 
 def check_idle(where: str, cores: float) -> Iterator[Finding]:
     """Check that a rank uses no CPU time while it waits."""
     if cores > _MAX_IDLE_CORES:
-        yield Finding(
-            "idle",
-            where,
-            f"its process uses {cores:.2f} of a core while it waits",
+        problem = f"its process uses {cores:.2f} of a core while it waits"
+        remedy = (
             "something in it polls: look for threads started by sitecustomize, by a profiler or by "
-            "another RPC framework",
+            "another RPC framework"
         )
+        yield Finding("idle", where, problem, remedy)

@@ -14,12 +14,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
-from distcollect.commands.argtypes import above_0
+from distcollect.commands.argtypes import above_0, declare
 from distcollect.commands.doctor import checks, report
 from distcollect.commands.doctor.checks import Finding
 from distcollect.commands.doctor.host_report import HostReport, inspect_host
-from distcollect.commands.doctor.links import Hop, Link, Links
-from distcollect.commands.doctor.server import DoctorHello, DoctorServer, take_part
+from distcollect.commands.doctor.ranks import DoctorHello, Link, Ranks, take_part
 from distcollect.errors import DistCollectError, LaunchError
 from distcollect.integrations.ray.cluster import ADDRESS as RAY_ADDRESS
 from distcollect.integrations.ray.doctor_nodes import RayNodes
@@ -38,7 +37,6 @@ from distcollect.launch.topology import Launch, Launcher
 from distcollect.net.interfaces import LOOPBACK
 from distcollect.net.messages import TrainerAddress
 from distcollect.net.server import JoinServer
-from distcollect.transport.start import start_transport
 
 _IDLE_S = 1.0
 _MAX_HOSTS = 6  # with more, pairs of hosts are not measured
@@ -70,15 +68,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "with RAY_ADDRESS set, it looks at all nodes of the cluster. Without a launcher it checks "
         "only this machine. The exit status is 1 if there is a problem."
     )
-    parser.add_argument(
-        "--wait",
-        metavar="SECONDS",
-        type=above_0,
-        default=60.0,
-        help="how long to wait for all ranks (default: %(default)g)",
-    )
+    add = partial(declare, parser.add_argument)
+    add("--wait SECONDS", "how long to wait for all ranks", type=above_0, default=60.0)
     # The command starts a second process by this when it checks a single machine.
-    parser.add_argument("--join", metavar="HOST:PORT", help=argparse.SUPPRESS)
+    add("--join HOST:PORT", argparse.SUPPRESS)
 
 
 def run(given: argparse.Namespace) -> int:
@@ -95,19 +88,17 @@ def _run(given: argparse.Namespace) -> int:
         trainer = TrainerAddress(*host_and_port("--join", given.join), read_token() or "")
         return _serve_trainer(lambda: trainer, 1, given.wait)
     launch = Launch.detect()
-    if launch.launcher is Launcher.RAY_JOB or (
-        launch.launcher is Launcher.NONE and RAY_ADDRESS in os.environ
-    ):
+    is_alone = launch.launcher is Launcher.NONE
+    if launch.launcher is Launcher.RAY_JOB or (is_alone and RAY_ADDRESS in os.environ):
         return _inspect_ray(launch, given.wait)
-    if launch.launcher is Launcher.NONE:
+    if is_alone:
         listen = ListenSpec(LOOPBACK, 0, secrets.token_hex(16))
-        alone = replace(launch, world_size=2)
-        return _inspect_all(alone, listen, given.wait, partial(_second_process, listen))
+        launch = replace(launch, world_size=2)
+        return _inspect_all(launch, listen, given.wait, partial(_second_process, listen))
     if launch.rank > 0:
         return _serve_trainer(finder(launch), launch.rank, given.wait)
-    return _inspect_all(
-        launch, listen_spec(launch), given.wait, lambda *_: contextlib.nullcontext()
-    )
+    others = contextlib.nullcontext()  # the launcher starts them
+    return _inspect_all(launch, listen_spec(launch), given.wait, lambda *_: others)
 
 
 def _inspect_ray(launch: Launch, timeout_s: float) -> int:
@@ -118,15 +109,12 @@ def _inspect_ray(launch: Launch, timeout_s: float) -> int:
         listen = ListenSpec(address, port, read_token() or secrets.token_hex(16))
         # Ray knows its nodes by their addresses: what their names stand for doesn't matter.
         launch = replace(launch, launcher=Launcher.RAY_JOB, world_size=1 + len(nodes), num_hosts=1)
-
-        def ranks(server: DoctorServer, port: int) -> contextlib.AbstractContextManager[None]:
-            return nodes.ranks(server, port, listen.token, timeout_s)
-
-        return _inspect_all(launch, listen, timeout_s, ranks)
+        others = partial(nodes.ranks, token=listen.token, timeout_s=timeout_s)
+        return _inspect_all(launch, listen, timeout_s, others)
 
 
 @contextlib.contextmanager
-def _second_process(listen: ListenSpec, _: DoctorServer, port: int) -> Iterator[None]:
+def _second_process(listen: ListenSpec, _: Ranks, port: int) -> Iterator[None]:
     without_file = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
     process = subprocess.Popen(
         [sys.executable, "-m", "distcollect", "doctor", "--join", f"{listen.address}:{port}"],
@@ -150,49 +138,43 @@ def _inspect_all(
     launch: Launch,
     listen: ListenSpec,
     timeout_s: float,
-    others: Callable[[DoctorServer, int], contextlib.AbstractContextManager[None]],
+    others: Callable[[Ranks, int], contextlib.AbstractContextManager[None]],
 ) -> int:
+    """Inspect this rank, and those that ``others`` starts, at the port of the trainer."""
     with contextlib.ExitStack() as undo:
-        transport = start_transport(listen.address)
-        undo.callback(transport.close)
-        links = Links(transport, listen.address)
-        undo.callback(links.close)
-        server = DoctorServer(transport, launch.world_size)
-        join_server = JoinServer(listen.address, listen.token, server, listen.port)
-        undo.callback(join_server.close)
-        listen.announce(join_server.port)
-        undo.enter_context(others(server, join_server.port))
-        undo.callback(server.end)
-        findings = _examine(launch, inspect_host(0, listen.address), server, links, timeout_s)
-    return int(bool(findings))
+        ranks = undo.enter_context(contextlib.closing(Ranks(listen.address, launch.world_size)))
+        server = JoinServer(listen.address, listen.token, ranks, listen.port)
+        undo.callback(server.close)
+        listen.announce(server.port)
+        undo.enter_context(others(ranks, server.port))
+        undo.callback(ranks.end)
+        trainer = inspect_host(0, listen.address)
+        ranks.wait(timeout_s)
+        return int(_examine(launch, trainer, ranks))
 
 
-def _examine(
-    launch: Launch, trainer: HostReport, server: DoctorServer, links: Links, timeout_s: float
-) -> list[Finding]:
-    """Inspect all ranks and print what was found; return the problems."""
-    missing = server.wait(timeout_s)
-    reports = {0: trainer, **dict(sorted(server.reports.items()))}
+def _examine(launch: Launch, trainer: HostReport, ranks: Ranks) -> bool:
+    """Print what was found about all ranks; return True if something is wrong."""
+    reports = {0: trainer, **dict(sorted(ranks.reports.items()))}
+    is_ray = launch.launcher is Launcher.RAY_JOB
     by = {
         Launcher.NONE: "on this machine",
         Launcher.RAY_JOB: "in the Ray cluster, one of them on each node",
     }.get(launch.launcher, f"by {launch.launcher.value}")
-    hosts = {host_report.host_id: host_report for host_report in reversed(reports.values())}
+    hosts = {each.host_id: each for each in reversed(reports.values())}
     _say(f"distcollect doctor: {launch.world_size} process(es) {by}, rank 0 is the trainer", "")
-    is_ray = launch.launcher is Launcher.RAY_JOB
     whys = {rank: _why(each, len(hosts), is_ray=is_ray) for rank, each in reports.items()}
     _say(report.ranks(reports.values(), whys), "")
     _say("workers that a host can serve, by each of its limits (without what envs and policy need)")
     _say(report.capacities(list(hosts.values())), "")
 
-    findings = _about_missing(server, missing, timeout_s)
-    findings += checks.check_versions(list(reports.values()))
+    findings = [*ranks.findings, *checks.check_versions(list(reports.values()))]
     for each in reports.values():
         findings += checks.check_host(each, launch.num_hosts, launch.num_workers)
-    findings += _examine_links(server, reports, links)
+    findings += _examine_links(reports, ranks)
     _say(report.topics(findings, _TOPICS), "")
     _say(*report.problems(findings) or ["nothing is wrong"])
-    return findings
+    return bool(findings)
 
 
 def _why(host_report: HostReport, num_hosts: int, *, is_ray: bool) -> str:
@@ -208,64 +190,36 @@ def _why(host_report: HostReport, num_hosts: int, *, is_ray: bool) -> str:
     return "the route to the other hosts" if host_report.rank == 0 else "the route to the trainer"
 
 
-def _about_missing(server: DoctorServer, missing: list[int], timeout_s: float) -> list[Finding]:
-    versions = "all hosts need the same versions, and the same DISTCOLLECT_TOKEN_FILE"
-    install = (
-        "install distcollect there, with the versions of Python and torch that rank 0 has; or have "
-        "Ray install it by a runtime_env"
-    )
-    found = [
-        Finding("versions", f"a rank on {host}", f"it was refused: {reason}", versions)
-        for host, reason in server.refusals
-    ]
-    found += [Finding("ranks", where, reason, install) for where, reason in server.failures]
-    if len(missing) > len(found):
-        found.append(
-            Finding(
-                "ranks",
-                ", ".join(map(str, missing)),
-                f"did not join within {timeout_s:g} s",
-                "read their own output. Was the same command started on their hosts, and do "
-                "firewalls let them reach the trainer?",
-            )
-        )
-    return found
-
-
-def _examine_links(
-    server: DoctorServer, reports: dict[int, HostReport], links: Links
-) -> list[Finding]:
+def _examine_links(reports: dict[int, HostReport], ranks: Ranks) -> list[Finding]:
     """Measure the links between all hosts, and print them; return the problems."""
     findings: list[Finding] = []
     measured: dict[int, Link] = {}  # of one rank of each host
-    reached: dict[int, int] = {}  # all ranks that answered, with their ids in RPC
-    for rank, peer in sorted(server.peers.items()):
-        known = {reports[other].host_id for other in measured}
+    reached: list[int] = []
+    for rank in list(reports)[1:]:
         with _noting(findings, f"trainer and {reports[rank].where}"):
-            if reports[rank].host_id in known:
-                links.reach(peer)
+            if reports[rank].host_id in {reports[other].host_id for other in measured}:
+                ranks.reach(rank)
             else:
-                link = measured[rank] = links.measure(rank, peer)
-                findings += checks.check_link(reports[0], reports[rank], link)
-            reached[rank] = peer
+                link = measured[rank] = ranks.measure(rank)
+                pair = reports[0], reports[rank]
+                findings += checks.check_link(*pair, link.skew_s, mapped=link.shares_memory)
+            reached.append(rank)
     if measured:
         _say("between the trainer and each worker (rollouts)")
         _say(report.links(reports, measured), "")
-    hosts = {reports[rank].host_id: reports[rank] for rank in reversed(list(reached))}
-    if 1 < len(hosts) <= _MAX_HOSTS:
-        hops: dict[tuple[int, int], Hop] = {}
-        for one, other in itertools.permutations(sorted(each.rank for each in hosts.values()), 2):
+    if 1 < len(measured) <= _MAX_HOSTS:
+        hops = {}
+        for one, other in itertools.permutations(measured, 2):
             with _noting(findings, f"{reports[one].host} to {reports[other].host}"):
-                to = reports[other].address
-                hops[one, other] = links.hop(reached[one], reached[other], to)
+                hops[one, other] = ranks.hop(one, other)
         _say("between the hosts of workers (broadcasts)")  # which they pass on
         _say(report.hops(reports, hops), "")
     if len(reached) > 1:
         with _noting(findings, "broadcast to all workers"):
-            speed = report.speed(links.broadcast(reached))
+            speed = report.speed(ranks.broadcast(reached))
             _say(f"broadcast to all {len(reached)} workers: {speed}", "")
     with _noting(findings, ""):
-        for rank, cores in links.idle(reached, _IDLE_S).items():
+        for rank, cores in ranks.idle(reached, _IDLE_S).items():
             findings += checks.check_idle(reports[rank].where, cores)
     return findings
 

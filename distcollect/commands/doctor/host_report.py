@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-import resource
 import shutil
 import socket
 from collections.abc import Callable
@@ -105,7 +104,7 @@ def inspect_host(rank: int, address: str) -> HostReport:
     """
     problems: dict[str, str] = {}
     _attempt(problems, "ports", lambda: listen(address).close())
-    _attempt(problems, "memory", _share_memory)
+    _attempt(problems, "memory", lambda: allocate(1 << 20))
     return HostReport(
         rank=rank,
         host=platform.node(),
@@ -161,36 +160,21 @@ def read_free_bytes(
     with contextlib.suppress(OSError):
         lines = meminfo.read_text().splitlines()
         free += [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
-    names = (
-        ("memory.max", "memory.current"),
-        (
-            "memory.limit_in_bytes",
-            "memory.usage_in_bytes",
-        ),
-    )
+    # Of version 2, and of version 1.
+    of_2, of_1 = "memory.max memory.current", "memory.limit_in_bytes memory.usage_in_bytes"
     for folder in cgroup_folders(cgroups, membership, "memory"):
-        for limit, used in names:
+        for limit, used in (of_2.split(), of_1.split()):
             with contextlib.suppress(OSError, ValueError):  # int("max") is no limit
                 granted = int((folder / limit).read_text())
                 free.append(granted - int((folder / used).read_text()))
     return max(0, min(free)) if free else -1
 
 
-def cpu_s() -> float:
-    """CPU time of this process, in seconds."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
-
-
-def _attempt(problems: dict[str, str], topic: str, work: Callable[[], None]) -> None:
+def _attempt(problems: dict[str, str], topic: str, work: Callable[[], object]) -> None:
     try:
         work()
     except (LaunchError, OSError) as error:
         problems[topic] = str(error)
-
-
-def _share_memory() -> None:
-    allocate(1 << 20)
 
 
 def _host_id() -> str:

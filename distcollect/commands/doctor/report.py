@@ -8,7 +8,7 @@ from operator import itemgetter
 
 from distcollect.commands.doctor.checks import Finding
 from distcollect.commands.doctor.host_report import HostReport
-from distcollect.commands.doctor.links import Hop, Link
+from distcollect.commands.doctor.ranks import Link
 from distcollect.common.tables import text_table
 
 
@@ -31,40 +31,35 @@ def capacities(reports: Sequence[HostReport]) -> str:
 
 
 def links(reports: Mapping[int, HostReport], measured: Mapping[int, Link]) -> str:
-    """A table of the links between the trainer and each worker."""
+    """Return a table of the links between the trainer and each worker."""
     rows = [("rank", "host", "round trip", "RPC fetch", "broadcast", "clock", "rollouts")]
     for rank, link in measured.items():
-        rows.append(
-            (
-                str(rank),
-                reports[rank].host,
-                f"{link.round_trip_s * 1e3:.2f} ms",
-                speed(link.fetch_bytes_per_s),
-                speed(link.broadcast_bytes_per_s),
-                f"{link.skew_s:+.3f} s",
-                "mapped" if link.shares_memory else "sent",
-            )
-        )
+        times = f"{link.round_trip_s * 1e3:.2f} ms", f"{link.skew_s:+.3f} s"
+        rates = speed(link.fetch_bytes_per_s), speed(link.broadcast_bytes_per_s)
+        way = "mapped" if link.shares_memory else "sent"
+        rows.append((str(rank), reports[rank].host, times[0], *rates, times[1], way))
     return text_table(rows, left=(1, 6))
 
 
-def hops(reports: Mapping[int, HostReport], measured: Mapping[tuple[int, int], Hop]) -> str:
-    """A table of the links between the hosts of workers."""
+def hops(
+    reports: Mapping[int, HostReport], measured: Mapping[tuple[int, int], tuple[float, float]]
+) -> str:
+    """Return a table of the links between the hosts of workers: seconds to connect, and bytes/s."""
     rows = [("from", "to", "connect", "TCP")]
-    for (one, other), hop in measured.items():
+    for (one, other), (connect_s, bytes_per_s) in measured.items():
         hosts = (reports[one].host, reports[other].host)
-        rows.append((*hosts, f"{hop.connect_s * 1e3:.2f} ms", speed(hop.bytes_per_s)))
+        rows.append((*hosts, f"{connect_s * 1e3:.2f} ms", speed(bytes_per_s)))
     return text_table(rows, left=(0, 1))
 
 
 def speed(bytes_per_s: float) -> str:
-    """A rate in MB/s."""
+    """Return a rate in MB/s."""
     digits = 0 if bytes_per_s > 1e7 else 2
     return f"{bytes_per_s / 1e6:,.{digits}f} MB/s"
 
 
 def topics(findings: Sequence[Finding], checked: Mapping[str, str]) -> str:
-    """A table of all topics, with the number of problems."""
+    """Return a table of all topics, with the number of problems."""
     rows = []
     for topic, about in checked.items():
         wrong = sum(finding.topic == topic for finding in findings)
@@ -74,7 +69,7 @@ def topics(findings: Sequence[Finding], checked: Mapping[str, str]) -> str:
 
 
 def problems(findings: Sequence[Finding]) -> list[str]:
-    """All problems with their remedies; one that several ranks have is listed once."""
+    """Return all problems with their remedies; one that several ranks have is listed once."""
     lines = []
     same_problem = itemgetter(0, 2, 3)
     by_problem = itertools.groupby(sorted(findings, key=same_problem), key=same_problem)

@@ -1,17 +1,15 @@
-"""Curves, bars and timelines as SVG; the page's style gives their colors."""
+"""Curves and timelines as SVG; the page's style gives their colors."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 WIDTH, HEIGHT = 760, 200
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 10, 26
 _LANE = 18
-
-_T = TypeVar("_T")
 
 
 class Curve(NamedTuple):
@@ -29,7 +27,7 @@ class Curve(NamedTuple):
 
 
 def short(value: float) -> str:
-    """A number in a few characters, such as 12.3k for 12300."""
+    """Return a number in a few characters, such as 12.3k for 12300."""
     value = float(f"{value:.3g}")  # 999.6 is 1k
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= limit:
@@ -38,7 +36,7 @@ def short(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A duration in a few characters, such as 1:30 min for 90 seconds."""
+    """Return a duration in a few characters, such as 1:30 min for 90 seconds."""
     if seconds < 60:
         return f"{seconds:.3g} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -48,7 +46,7 @@ def duration(seconds: float) -> str:
 
 
 def ticks(low: float, high: float, count: int) -> list[float]:
-    """About ``count`` round numbers from ``low`` to ``high``."""
+    """Return about ``count`` round numbers from ``low`` to ``high``."""
     span = high - low
     if span <= 0:
         return [low]
@@ -76,7 +74,7 @@ class _Scale(NamedTuple):
         return self.begin + share * (self.end - self.begin)
 
     def cell(self, value: float) -> int:
-        """An index that is equal for values less than about two pixels apart."""
+        """Return an index that is equal for values less than about two pixels apart."""
         return round(self(value) / 2)
 
 
@@ -103,7 +101,7 @@ def _frame(x: _Scale, y: _Scale, across: Mapping[float, str], up: Mapping[float,
 
 
 def curves(about: str, given: Sequence[Curve], end_s: float, *, from_zero: bool = True) -> str:
-    """Curves over the time of a run; hovering over a point shows its values."""
+    """Return curves over the time of a run; hovering over a point shows its values."""
     points = [point for curve in given for point in curve.at if point is not None]
     if not points:
         return '<p class="none">Nothing was measured.</p>'
@@ -142,74 +140,30 @@ def _path(curve: Curve, x: _Scale, y: _Scale) -> str:
     return f'<path class="curve {escape(curve.style)}" d="{"".join(steps)}"/>'
 
 
-def bars(about: str, given: Mapping[str, float], tooltip: Callable[[str, float], str]) -> str:
-    """A bar for each entry: its share of the total; ``tooltip`` gives its text on hovering."""
-    total = sum(given.values())
-    if not total:
-        return '<p class="none">Nothing was measured.</p>'
-    x = _Scale(0.0, len(given), _LEFT, WIDTH - _RIGHT)
-    y = _Scale(0.0, max(given.values()) / total, HEIGHT - _BOTTOM, _TOP)
-    width = min(60.0, 0.8 * (x(1) - x(0)))
-    every = math.ceil(len(given) / 20)
-    parts = _frame(
-        x,
-        y,
-        {i + 0.5: name for i, name in enumerate(given) if i % every == 0},
-        {v: f"{v:.0%}" if y.high > 0.04 else f"{v:.1%}" for v in ticks(0.0, y.high, 4)},
-    )
-    for index, (name, value) in enumerate(given.items()):
-        top = y(value / total)
-        parts.append(
-            f'<rect class="bar" x="{x(index + 0.5) - width / 2:.1f}" y="{top:.1f}" '
-            f'width="{width:.1f}" height="{y.begin - top:.1f}">'
-            f"<title>{escape(tooltip(name, value))}</title></rect>"
-        )
-    return _svg(HEIGHT, about, parts)
+def lanes(
+    about: str, given: Mapping[str, Sequence[tuple[float, float, str, str]]], end_s: float
+) -> str:
+    """Return timelines: the states of each row over the time of a run.
 
-
-class Lane(NamedTuple):
-    """A row of a timeline.
-
-    Attributes:
-        name: its label on the left.
-        spans: (begin, end, a class of the page's style, tooltip).
-        marks: (time, a class of the page's style, tooltip).
+    Args:
+        about: what it shows.
+        given: maps the name of a row to its states: begin, end, a class of the page's style, and
+            what to show while hovering.
+        end_s: how long the run took.
     """
-
-    name: str
-    spans: Sequence[tuple[float, float, str, str]]
-    marks: Sequence[tuple[float, str, str]]
-
-
-def _apart(given: Iterable[_T], place: Callable[[_T], Hashable]) -> Iterator[_T]:
-    """One item for each place: others would be invisible, and the page should stay small."""
-    seen: set[Hashable] = set()
-    for item in given:
-        if (at := place(item)) not in seen:
-            seen.add(at)
-            yield item
-
-
-def lanes(about: str, given: Sequence[Lane], end_s: float) -> str:
-    """Timelines: the states of each row over the time of a run."""
     height = _TOP + _LANE * len(given) + _BOTTOM
     x = _Scale(0.0, end_s, _LEFT, WIDTH - _RIGHT)
     y = _Scale(0.0, 1.0, height - _BOTTOM, _TOP)
     parts = _frame(x, y, {t: duration(t) for t in _time_ticks(end_s)}, {})
-    for row, lane in enumerate(given):
+    for row, (name, states) in enumerate(given.items()):
         top = _TOP + _LANE * row
-        parts.append(_text(_LEFT - 8, top + 12, lane.name, "end"))
+        parts.append(_text(_LEFT - 8, top + 12, name, "end"))
+        # One for each place: others would be invisible, and the page should stay small.
+        apart = {(x.cell(each[0]), x.cell(each[1]), each[2]): each for each in states}
         parts += [
             f'<rect class="state {escape(style)}" x="{x(begin):.1f}" y="{top + 3}" '
-            f'width="{max(1.0, x(end) - x(begin)):.1f}" height="{_LANE - 6}">'
+            f'width="{max(2.0, x(end) - x(begin)):.1f}" height="{_LANE - 6}">'
             f"<title>{escape(tooltip)}</title></rect>"
-            for begin, end, style, tooltip in _apart(
-                lane.spans, lambda span: (x.cell(span[0]), x.cell(span[1]), span[2])
-            )
-        ]
-        parts += [
-            f'<circle class="mark {escape(style)}" cx="{x(at):.1f}" cy="{top + _LANE / 2}" r="4.5">'
-            f"<title>{escape(tooltip)}</title></circle>"
-            for at, style, tooltip in _apart(lane.marks, lambda mark: (x.cell(mark[0]), mark[1]))
+            for begin, end, style, tooltip in apart.values()
         ]
     return _svg(height, about, parts)

@@ -16,42 +16,16 @@ from distcollect.telemetry.stats_file import STATS_FILE, Snapshot, opened, snaps
 MAX_POINTS = 400
 
 
-class Point(NamedTuple):
-    """Figures at one time; None where nothing was measured.
-
-    Attributes:
-        t_s: seconds since the run began.
-        frames_per_s: the recent rate.
-        episode_return: mean over the last hundred episodes.
-        episode_length: mean over the last hundred episodes, in frames.
-        lag_mean: mean policy lag of the frames delivered since the last point.
-        lag_max: highest policy lag of these frames.
-        metrics: for each metric of episodes, the mean over the last hundred.
-    """
-
-    t_s: float
-    frames_per_s: float | None
-    episode_return: float | None
-    episode_length: float | None
-    lag_mean: float | None
-    lag_max: float | None
-    metrics: Mapping[str, float | None]
-
-
 class Span(NamedTuple):
-    """A worker was in a state from ``begin_s`` to ``end_s``, as far as snapshots show."""
+    """A worker was in a state from ``begin_s`` to ``end_s``, as far as snapshots show.
+
+    A worker that was lost and is not seen so, as it was replaced between two snapshots, has a span
+    "lost" without a length.
+    """
 
     begin_s: float
     end_s: float
     state: str
-
-
-class Event(NamedTuple):
-    """The snapshot at ``t_s`` shows that a worker "joined", was "lost", or "left"."""
-
-    t_s: float
-    worker_id: int
-    what: str
 
 
 @dataclass
@@ -61,9 +35,11 @@ class History:
     Attributes:
         begun_at: when it began, in seconds since 1970.
         collector: name of the last collector's class.
-        points: figures by time; None separates two collectors.
+        points: by time, the names and values of figures (None: not measured), with the time "t_s"
+            in seconds since the run began; None in place of a point separates two collectors.
+        metrics: names of the figures that are metrics of episodes.
         spans: maps a worker_id to its states.
-        events: joins and losses, by time.
+        changes: how often a worker "joined" on the way, was "lost", or "left".
         lags: maps a lag to the number of delivered frames.
         delivered: maps a worker_id to its delivered frames.
         lost: maps a worker_id to its lost frames by cause.
@@ -79,9 +55,10 @@ class History:
 
     begun_at: float = 0.0
     collector: str = ""
-    points: list[Point | None] = field(default_factory=list)
+    points: list[Mapping[str, float | None] | None] = field(default_factory=list)
+    metrics: set[str] = field(default_factory=set)
     spans: dict[int, list[Span]] = field(default_factory=lambda: defaultdict(list))
-    events: list[Event] = field(default_factory=list)
+    changes: Counter[str] = field(default_factory=Counter)
     lags: Counter[int] = field(default_factory=Counter)
     delivered: Counter[int] = field(default_factory=Counter)
     lost: dict[int, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
@@ -97,8 +74,7 @@ class History:
     @property
     def end_s(self) -> float:
         """Time of the last snapshot, in seconds since the run began."""
-        last = next((p for p in reversed(self.points) if p is not None), None)
-        return last.t_s if last else 0.0
+        return max((point["t_s"] or 0.0 for point in self.points if point), default=0.0)
 
     @property
     def total_delivered(self) -> int:
@@ -106,7 +82,7 @@ class History:
 
 
 def read(file: Path) -> History:
-    """The history in ``file``.
+    """Return the history in ``file``.
 
     Raises:
         ArgumentError: the file can't be read, or holds no snapshot of a collector.
@@ -124,7 +100,10 @@ def read(file: Path) -> History:
 
 
 def history_of(given: Iterable[Snapshot], *, per_point: int = 1) -> History:
-    """The history from snapshots in order of time; one of ``per_point`` of them makes a point."""
+    """Return the history from snapshots in order of time.
+
+    One of ``per_point`` of them makes a point, and so does the last one of each collector.
+    """
     history = History()
     last: Snapshot | None = None
     plotted: Snapshot | None = None  # the last one of this collector that made a point
@@ -135,10 +114,8 @@ def history_of(given: Iterable[Snapshot], *, per_point: int = 1) -> History:
         if last is None:
             history.begun_at = snapshot["time"] - elapsed_s
         elif _is_of_another(snapshot, last):
-            if plotted is not last:
-                history.points.append(_point(t_s, last, plotted))
+            _settle(history, t_s, last, plotted)
             history.points.append(None)
-            _settle(history, last)
             last = plotted = None
             begun_s = max(t_s, snapshot["time"] - elapsed_s - history.begun_at)
         since_s = begun_s if last is None else t_s
@@ -148,13 +125,11 @@ def history_of(given: Iterable[Snapshot], *, per_point: int = 1) -> History:
         faults.update(Stats.from_dict({"env_faults": snapshot.get("env_faults", ())}).env_faults)
         last = snapshot
         if number % per_point == 0:
-            history.points.append(_point(t_s, snapshot, plotted))
+            _add_point(history, t_s, snapshot, plotted)
             plotted = snapshot
     history.env_faults = sorted(faults, key=lambda fault: fault.time)
     if last is not None:
-        if plotted is not last:
-            history.points.append(_point(t_s, last, plotted))
-        _settle(history, last)
+        _settle(history, t_s, last, plotted)
         history.collector = last.get("collector", "")
         history.bottleneck = str(last.get("bottleneck", ""))
         history.ended = bool(last.get("ended"))
@@ -162,22 +137,26 @@ def history_of(given: Iterable[Snapshot], *, per_point: int = 1) -> History:
 
 
 def _is_of_another(snapshot: Snapshot, last: Snapshot) -> bool:
-    """Whether another collector wrote this snapshot."""
+    """Return True if another collector wrote this snapshot."""
     ids = snapshot.get("collector_id"), last.get("collector_id")
     return ids[0] != ids[1] or snapshot.get("elapsed_s", 0.0) < last.get("elapsed_s", 0.0)
 
 
-def _point(t_s: float, snapshot: Snapshot, last: Snapshot | None) -> Point:
-    new = _lags(snapshot) - (_lags(last) if last is not None else Counter())
+def _add_point(history: History, t_s: float, snapshot: Snapshot, last: Snapshot | None) -> None:
+    lags = Lags(_lags(snapshot) - (_lags(last) if last is not None else Counter()))
     episodes = snapshot.get("episodes", {})
-    return Point(
-        t_s,
-        snapshot["frames_per_s"],
-        episodes.get("mean_return"),
-        episodes.get("mean_length"),
-        Lags(new).mean if new else None,
-        Lags(new).max if new else None,
-        episodes.get("metrics", {}),
+    metrics = episodes.get("metrics", {})
+    history.metrics.update(metrics)
+    history.points.append(
+        {
+            **metrics,
+            "t_s": t_s,
+            "frames per second": snapshot["frames_per_s"],
+            "episode return": episodes.get("mean_return"),
+            "episode length": episodes.get("mean_length"),
+            "mean lag": lags.mean if lags.frames else None,
+            "highest lag": lags.max if lags.frames else None,
+        }
     )
 
 
@@ -190,18 +169,19 @@ def _note_workers(
 ) -> None:
     before = last.get("workers", {}) if last is not None else {}
     for name, worker in snapshot.get("workers", {}).items():
-        worker_id, state = int(name), worker.get("state", "ready")
-        known = before.get(name, {})
-        spans = history.spans[worker_id]
+        spans, known = history.spans[int(name)], before.get(name, {})
+        state = worker.get("state", "ready")
+        if last is not None:
+            # At the end of a collector all workers leave, which is no change.
+            state = known.get("state", "joining") if snapshot.get("ended") else state
+            for change in _changes(known, {**worker, "state": state}):
+                history.changes[change] += 1
+                if change == "lost" != state:
+                    spans.append(Span(since_s, since_s, "lost"))
         if spans and spans[-1].state == state and spans[-1].end_s >= since_s:
             spans[-1] = spans[-1]._replace(end_s=t_s)
         else:
             spans.append(Span(since_s, t_s, state))
-        if last is not None:
-            # At the end of a collector all workers leave, which is no event.
-            was = known.get("state", "joining")
-            now = {**worker, "state": was} if snapshot.get("ended") else worker
-            history.events += [Event(t_s, worker_id, what) for what in _changes(known, now)]
 
 
 def _changes(known: Mapping[str, Any], worker: Mapping[str, Any]) -> Iterator[str]:
@@ -218,8 +198,10 @@ def _changes(known: Mapping[str, Any], worker: Mapping[str, Any]) -> Iterator[st
         yield "joined"
 
 
-def _settle(history: History, last: Snapshot) -> None:
-    """Add the counts of a collector's last snapshot."""
+def _settle(history: History, t_s: float, last: Snapshot, plotted: Snapshot | None) -> None:
+    """Add the counts of a collector's last snapshot, and a point unless it has made one."""
+    if plotted is not last:
+        _add_point(history, t_s, last, plotted)
     history.elapsed_s += last.get("elapsed_s", 0.0)
     history.lags.update(_lags(last))
     history.restarts += last.get("num_restarts", 0)

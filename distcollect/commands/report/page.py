@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import operator
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Sequence
-from functools import partial
+from collections.abc import Collection, Iterable, Sequence
 from html import escape
 
-from distcollect.commands.report.charts import Curve, Lane, bars, curves, duration, lanes, short
-from distcollect.commands.report.history import History, Point
+from distcollect.commands.report.charts import Curve, curves, duration, lanes, short
+from distcollect.commands.report.history import History
 
 _MAX_LANES = 64
 _MAX_FAULTS = 100
 _STATES = ("joining", "ready", "suspected", "lost", "left")
-_MAX_BARS = 60
+_MAX_BARS = 20
 
 _STYLE = """
 :root { color-scheme: light dark; --text: #1c2430; --soft: #667085; --paper: #fff; --card: #f6f7f9;
@@ -41,23 +38,21 @@ svg { width: 100%; height: auto; display: block; } svg text { fill: var(--soft);
   stroke-linecap: round; }
 .curve.a { stroke: var(--a); } .curve.b { stroke: var(--b); stroke-dasharray: 5 3; }
 .hover { fill: transparent; } .hover.a:hover { fill: var(--a); } .hover.b:hover { fill: var(--b); }
-.bar { fill: var(--a); }
+.bar { background: var(--a); height: 12px; }
 .ready { fill: var(--ready); } .joining { fill: var(--joining); } .lost { fill: var(--lost); }
 .suspected { fill: var(--suspected); } .left { fill: var(--left); }
-.mark { stroke: var(--paper); stroke-width: 1.5; } .mark.joined { fill: var(--a); }
 .legend { font-size: 13px; color: var(--soft); }
 .legend i { display: inline-block; width: 12px; height: 12px; border-radius: 3px;
   margin: 0 5px 0 12px; vertical-align: -1px; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: 4px 8px; border-bottom: 1px solid var(--grid); }
 th:first-child, td:first-child { text-align: left; } th { color: var(--soft); font-weight: 500; }
-td.text { text-align: left; white-space: pre-wrap; }
-tr.all td { font-weight: 600; } .wide { overflow-x: auto; }
+.text { text-align: left; white-space: pre-wrap; } .wide { overflow-x: auto; }
 """
 
 
 def page(history: History, name: str) -> str:
-    """The HTML page about the run called ``name``."""
+    """Return the HTML page about the run called ``name``."""
     begun = time.strftime("%Y-%m-%d %H:%M", time.localtime(history.begun_at))
     state = "" if history.ended else ", not ended when this page was written"
     parts = [
@@ -79,14 +74,14 @@ def page(history: History, name: str) -> str:
 def _tiles(history: History) -> str:
     lost = sum(sum(causes.values()) for causes in history.lost.values())
     rate = history.total_delivered / history.elapsed_s if history.elapsed_s else 0.0
-    last = next((p for p in reversed(history.points) if p and p.episode_return is not None), None)
+    returns = [p["episode return"] for p in history.points if p and p["episode return"] is not None]
     tiles = {
         "frames delivered": short(history.total_delivered),
         "frames/s, on average": short(rate),
         "collecting": duration(history.elapsed_s),
         "workers": str(len(history.spans)),
         "episodes": short(history.episodes),
-        "last return": "-" if last is None else short(last.episode_return or 0.0),
+        "last return": short(returns[-1]) if returns else "-",
         "processes replaced": str(history.restarts),
         "frames lost": short(lost),
         "env faults": short(history.num_env_faults),
@@ -95,44 +90,33 @@ def _tiles(history: History) -> str:
     return f'<div class="tiles">{"".join(cells)}</div>'
 
 
-def _curve(name: str, style: str, history: History, of: Callable[[Point], float | None]) -> Curve:
-    """A figure over time; where it is unknown, as with no batch in between, the curve goes on."""
-    values = [(point, None if point is None else of(point)) for point in history.points]
-    at = [
-        None if point is None or value is None else (point.t_s, value)
-        for point, value in values
-        if point is None or value is not None
-    ]
+def _curve(name: str, style: str, history: History) -> Curve:
+    """Return a figure over time; where it is not known, as without a batch, the curve goes on."""
+    at: list[tuple[float, float] | None] = []
+    for point in history.points:
+        if point is None:
+            at.append(None)
+        elif (value := point.get(name)) is not None:
+            at.append((point["t_s"] or 0.0, value))
     return Curve(name, style, at)
 
 
 def _curves(history: History) -> list[str]:
-    end_s = history.end_s
     parts: list[str] = []
-    for title, figure in (
-        ("Frames per second", "frames_per_s"),
-        ("Episode return, mean of the last hundred", "episode_return"),
-        ("Episode length in frames, mean of the last hundred", "episode_length"),
-    ):
-        name = title.partition(",")[0].lower()
-        curve = _curve(name, "a", history, operator.attrgetter(figure))
-        from_zero = figure != "episode_return"
-        parts += [f"<h2>{title}</h2>", curves(title, [curve], end_s, from_zero=from_zero)]
-    for name in sorted({name for p in history.points if p is not None for name in p.metrics}):
-        curve = _curve(name, "a", history, partial(_metric, name))
-        title = f"{name} of episodes, mean of the last hundred"
-        parts += [f"<h2>{escape(title)}</h2>", curves(title, [curve], end_s)]
-    both = [
-        _curve("mean lag", "a", history, operator.attrgetter("lag_mean")),
-        _curve("highest lag", "b", history, operator.attrgetter("lag_max")),
-    ]
+    titles = {
+        "frames per second": "Frames per second",
+        "episode return": "Episode return, mean of the last hundred",
+        "episode length": "Episode length in frames, mean of the last hundred",
+        **{n: f"{n} of episodes, mean of the last hundred" for n in sorted(history.metrics)},
+    }
+    for name, title in titles.items():
+        given, from_zero = [_curve(name, "a", history)], name != "episode return"
+        chart = curves(title, given, history.end_s, from_zero=from_zero)
+        parts += [f"<h2>{escape(title)}</h2>", chart]
+    both = [_curve("mean lag", "a", history), _curve("highest lag", "b", history)]
     legend = [("--a", "mean"), ("--b", "highest")]
     parts += ["<h2>Lag of the delivered frames, in versions</h2>", _legend(legend)]
-    return [*parts, curves("Lag", both, end_s)]
-
-
-def _metric(name: str, point: Point) -> float | None:
-    return point.metrics.get(name)
+    return [*parts, curves("Lag", both, history.end_s)]
 
 
 def _legend(entries: Sequence[tuple[str, str]]) -> str:
@@ -140,38 +124,36 @@ def _legend(entries: Sequence[tuple[str, str]]) -> str:
     return f'<p class="legend">{"".join(shown)}</p>'
 
 
+def _table(heads: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table of cells that are HTML."""
+    head = "".join(f"<th>{cell}</th>" for cell in heads)
+    body = (f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
+    return f'<div class="wide"><table><tr>{head}</tr>{"".join(body)}</table></div>'
+
+
 def _workers(history: History) -> list[str]:
     shown = sorted(history.spans)[:_MAX_LANES]
-    rows = [
-        Lane(
-            f"worker {worker_id}",
-            [
-                (s.begin_s, s.end_s, _style(s.state), f"{s.state}, from {duration(s.begin_s)}")
-                for s in history.spans[worker_id]
-            ],
-            [
-                (e.t_s, e.what, f"worker {worker_id} {e.what}, seen at {duration(e.t_s)}")
-                for e in history.events
-                if e.worker_id == worker_id
-            ],
-        )
+    rows = {
+        f"worker {worker_id}": [
+            (s.begin_s, s.end_s, _style(s.state), f"{s.state}, from {duration(s.begin_s)}")
+            for s in history.spans[worker_id]
+        ]
         for worker_id in shown
-    ]
-    counts = Counter(event.what for event in history.events)
-    note = ", ".join(f"{count:,} {what}" for what, count in sorted(counts.items()))
+    }
+    note = ", ".join(f"{count:,} {what}" for what, count in sorted(history.changes.items()))
     note = note or "No worker joined or was lost on the way."
     if (more := len(history.spans) - len(shown)) > 0:
         note += f" {more:,} more workers are not shown."
     return [
         "<h2>Workers: joins and losses</h2>",
         f'<p class="soft">{note}</p>',
-        _legend([*((f"--{name}", name) for name in _STATES), ("--a", "dot: joined")]),
+        _legend([(f"--{name}", name) for name in _STATES]),
         lanes("Workers over time", rows, history.end_s),
     ]
 
 
 def _style(state: str) -> str:
-    """The class of the page's style for a worker's state; a file may hold any text as a state."""
+    """Return the class of the page's style for a worker's state; a file may hold any text as a state."""
     return state if state in _STATES else "left"
 
 
@@ -180,57 +162,46 @@ def _env_faults(history: History) -> list[str]:
         return []
     shown = history.env_faults[-_MAX_FAULTS:]
     rows = [
-        f"<tr><td>{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(fault.time))}</td>"
-        f"<td>{fault.worker_id}</td><td>{escape(fault.host)}</td>"
-        f'<td class="text">{escape(fault.message)}</td></tr>'
+        (
+            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(fault.time)),
+            str(fault.worker_id),
+            escape(fault.host),
+            f'<div class="text">{escape(fault.message)}</div>',
+        )
         for fault in shown
     ]
     more = history.num_env_faults - len(shown)
     note = f'<p class="soft">{more:,} earlier ones are not shown.</p>' if more > 0 else ""
-    head = "<tr><th>time</th><th>worker</th><th>host</th><th>what it raised</th></tr>"
-    return [
-        "<h2>Envs that raised</h2>",
-        note,
-        f'<div class="wide"><table>{head}{"".join(rows)}</table></div>',
-    ]
+    table = _table(("time", "worker", "host", "what it raised"), rows)
+    return ["<h2>Envs that raised</h2>", note, table]
 
 
 def _lags(history: History) -> list[str]:
+    total = sum(history.lags.values()) or 1
     highest = max(history.lags, default=0)
     width = highest // _MAX_BARS + 1
-    by_bar: Counter[str] = Counter()
+    rows = []
     for low in range(0, highest + 1, width):
         name = str(low) if width == 1 else f"{low}-{low + width - 1}"
-        by_bar[name] = sum(history.lags[lag] for lag in range(low, low + width))
-    total = sum(by_bar.values())
-
-    def tooltip(name: str, count: float) -> str:
-        return f"lag {name}: {count:,.0f} frames, {count / total:.1%}"
-
-    return [
-        "<h2>How old the policy of delivered frames was</h2>",
-        '<p class="soft">Share of the frames by lag, in versions.</p>',
-        bars("Histogram of lags", dict(by_bar), tooltip),
-    ]
+        count = sum(history.lags[lag] for lag in range(low, low + width))
+        share = f"{count / total:.1%}"
+        rows.append((name, f"{count:,}", share, f'<div class="bar" style="width: {share}"></div>'))
+    table = _table(("lag in versions", "frames", "share", ""), rows)
+    return ["<h2>How old the policy of delivered frames was</h2>", table]
 
 
 def _ledger(history: History) -> list[str]:
     causes = sorted({cause for lost in history.lost.values() for cause, n in lost.items() if n})
     has_more = any(history.may_be_lost.values())  # on hosts that vanished
-    heads = ["worker", "delivered", *(f"lost: {cause}" for cause in causes)]
+    heads = ["worker", "delivered", *(f"lost: {escape(cause)}" for cause in causes)]
     heads += ["at most more"] * has_more
 
-    def row(name: str, workers: Collection[int], style: str = "") -> str:
+    def row(name: str, workers: Collection[int]) -> list[str]:
         counts = [sum(history.delivered[w] for w in workers)]
         counts += [sum(history.lost[w][cause] for w in workers) for cause in causes]
         counts += [sum(history.may_be_lost[w] for w in workers)] * has_more
-        cells = (f"<td>{cell}</td>" for cell in (name, *(f"{count:,}" for count in counts)))
-        return f"<tr{style}>{''.join(cells)}</tr>"
+        return [name, *(f"{count:,}" for count in counts)]
 
     rows = [row(str(worker_id), [worker_id]) for worker_id in sorted(history.delivered)]
-    rows.append(row("all", history.delivered, ' class="all"'))
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in heads)
-    return [
-        "<h2>Where the frames went</h2>",
-        f'<div class="wide"><table><tr>{head}</tr>{"".join(rows)}</table></div>',
-    ]
+    rows.append(row("all", history.delivered))
+    return ["<h2>Where the frames went</h2>", _table(heads, rows)]

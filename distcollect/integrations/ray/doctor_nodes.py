@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from distcollect.commands.doctor.server import DoctorHello, DoctorServer, take_part
+from distcollect.commands.doctor.ranks import DoctorHello, Ranks, take_part
 from distcollect.integrations.ray import cluster as ray_cluster
 from distcollect.launch.supervisor import join
 from distcollect.net.messages import TrainerAddress
@@ -64,9 +64,7 @@ class RayNodes:
         )
 
     @contextlib.contextmanager
-    def ranks(
-        self, server: DoctorServer, port: int, token: str, timeout_s: float
-    ) -> Iterator[None]:
+    def ranks(self, server: Ranks, port: int, token: str, timeout_s: float) -> Iterator[None]:
         """A rank on each node, from 1 on, in the order of the nodes; killed at the end."""
         strategy = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
         actors = []
@@ -90,6 +88,6 @@ class RayNodes:
                 self._ray.kill(actor)
 
 
-def _report(server: DoctorServer, where: str, done: Any) -> None:
+def _report(server: Ranks, where: str, done: Any) -> None:
     if (error := done.exception()) is not None:
         server.failed(where, str(getattr(error, "cause", None) or error))
