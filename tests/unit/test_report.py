@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from distcollect.commands import main as cli
-from distcollect.commands.report.history import Event, Span, history_of, read
+from distcollect.commands.report.history import Span, history_of, read
 from distcollect.commands.report.page import page
 
 BEGUN_AT = 1_700_000_000.0
@@ -62,31 +62,23 @@ def run_of_two() -> list[dict[str, Any]]:
 
 def test_what_happened_to_workers() -> None:
     history = history_of(run_of_two())
-    assert history.events == [
-        Event(2, 1, "lost"),
-        Event(3, 0, "left"),
-        Event(3, 1, "joined"),
-        Event(3, 2, "joined"),
-        Event(4, 1, "lost"),  # and replaced between two snapshots
-        Event(4, 1, "joined"),
-    ]
-    assert history.spans[1] == [
-        Span(0, 1, "ready"),
-        Span(1, 2, "joining"),
-        Span(2, 4, "ready"),
-        Span(4, 5, "left"),
-    ]
-    assert history.spans[2][0] == Span(2, 4, "ready")
-
-
-def test_lags_are_of_the_frames_in_between() -> None:
-    history = history_of(run_of_two())
-    assert [(p.lag_mean, p.lag_max) for p in history.points] == [
+    assert history.changes == {"lost": 2, "left": 1, "joined": 3}
+    assert history.spans == {
+        0: [Span(0, 2, "ready"), Span(2, 5, "left")],
+        1: [
+            Span(0, 1, "ready"),
+            *(Span(1, 1, "lost"), Span(1, 2, "joining"), Span(2, 3, "ready")),
+            *(Span(3, 3, "lost"), Span(3, 5, "ready")),  # replaced between two snapshots
+        ],
+        2: [Span(2, 5, "ready")],
+    }
+    # Lags are of the frames in between.
+    assert [(point["mean lag"], point["highest lag"]) for point in history.points] == [
         (0, 0),
         (1, 2),  # ten frames of lag 0, ten of lag 2
         (None, None),
         (None, None),
-        (80 * 2 / 80 * 50 / 80, 2),
+        (1.25, 2),
     ]
     assert history.lags == {0: 30, 2: 50}
 
@@ -95,7 +87,7 @@ def test_a_clock_that_is_set_back_turns_no_curve_back() -> None:
     told = [snapshot(1), snapshot(2, time=BEGUN_AT - 500), snapshot(3, time=BEGUN_AT - 499)]
     told += [snapshot(1, time=BEGUN_AT - 490, collector_id="another")]
     history = history_of(told)
-    assert [point and point.t_s for point in history.points] == [1, 2, 3, None, 4]
+    assert [point and point["t_s"] for point in history.points] == [1, 2, 3, None, 4]
     assert history.spans[0] == [Span(0, 4, "ready")]
 
 
@@ -103,7 +95,7 @@ def test_another_collector_writes_on() -> None:
     first = snapshot(9, lag={"frames": {"1": 4}})
     second = snapshot(2, time=BEGUN_AT + 30, lag={"frames": {"1": 3}})
     history = history_of([first, second])
-    assert [point and point.t_s for point in history.points] == [9, None, 30]
+    assert [point and point["t_s"] for point in history.points] == [9, None, 30]
     assert history.lags == {1: 7}
     assert history.delivered == {0: 20}
     assert history.elapsed_s == 11
@@ -137,40 +129,42 @@ class Page(HTMLParser):
         self.shown += data
 
 
-def test_the_page(tmp_path: Path) -> None:
-    lines = [json.dumps(line) for line in run_of_two()]
-    (tmp_path / "stats.jsonl").write_text("\n".join(lines) + '\n{"time": 1, "fra')
-    assert cli.main(["report", str(tmp_path)]) == 0
-    text = (tmp_path / "report.html").read_text()
+def page_of(folder: Path, *snapshots: dict[str, Any], rest: str = "") -> tuple[str, str, list[str]]:
+    """The page that the command writes: its text, what it shows, and the cells of its tables."""
+    lines = "".join(json.dumps(each) + "\n" for each in snapshots)
+    (folder / "stats.jsonl").write_text(lines + rest)
+    assert cli.main(["report", str(folder)]) == 0
+    text = (folder / "report.html").read_text()
     page = Page(text)
     assert page.loads == []
     assert not re.search(r"<script|@import|url\(", text)
-    assert "Bound by <nothing> & nobody." in page.shown
-    assert "3 joined, 1 left, 2 lost" in page.shown
-    assert "lag 2: 50 frames, 62.5%" in page.shown
-    cells = re.findall(r"<t[dh]>(.*?)</t[dh]>", text)
+    return text, page.shown, re.findall(r"<t[dh]>(.*?)</t[dh]>", text)
+
+
+def test_the_page(tmp_path: Path) -> None:
+    text, shown, cells = page_of(tmp_path, *run_of_two(), rest='{"time": 1, "fra')
+    assert "Bound by <nothing> & nobody." in shown
+    assert "3 joined, 1 left, 2 lost" in shown
+    assert "lost, from 3 s" in shown
+    lag = cells.index("2")
+    assert cells[lag : lag + 3] == ["2", "50", "62.5%"]
     assert cells[-4:] == ["all", "180", "4", "9"]
-    assert cells[:4] == ["worker", "delivered", "lost: shut_down", "lost: worker_lost"]
+    ledger = cells.index("worker")
+    heads = ["worker", "delivered", "lost: shut_down", "lost: worker_lost"]
+    assert cells[ledger : ledger + 4] == heads
     assert cli.main(["report", str(tmp_path), "--out", str(tmp_path / "page.html")]) == 0
     assert (tmp_path / "page.html").read_text() == text
 
 
 def test_what_vanished_with_a_host(tmp_path: Path) -> None:
     workers = {"0": {}, "1": {"may_be_lost": 40}}
-    (tmp_path / "stats.jsonl").write_text(json.dumps(snapshot(5, workers=workers)) + "\n")
-    assert cli.main(["report", str(tmp_path)]) == 0
-    cells = re.findall(r"<t[dh]>(.*?)</t[dh]>", (tmp_path / "report.html").read_text())
-    assert cells[2::3] == ["at most more", "0", "40", "40"]
+    _, _, cells = page_of(tmp_path, snapshot(5, workers=workers))
+    assert cells[cells.index("at most more") :: 3] == ["at most more", "0", "40", "40"]
 
 
 def test_a_state_is_never_markup(tmp_path: Path) -> None:
     state = '"><script>alert(1)</script>'
-    lines = [snapshot(t, workers={"0": {"state": state}}) for t in (1, 2)]
-    (tmp_path / "stats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert cli.main(["report", str(tmp_path)]) == 0
-    text = (tmp_path / "report.html").read_text()
-    assert "<script>" not in text
-    Page(text)
+    page_of(tmp_path, *(snapshot(t, workers={"0": {"state": state}}) for t in (1, 2)))
 
 
 def test_env_faults(tmp_path: Path) -> None:
@@ -178,49 +172,36 @@ def test_env_faults(tmp_path: Path) -> None:
         {"worker_id": n, "host": "host-<a>", "time": BEGUN_AT + n, "message": f"env {n} & more"}
         for n in range(4)
     ]
-    lines = [
-        snapshot(1, num_env_faults=2, env_faults=faults[:2]),
-        snapshot(2, num_env_faults=9, env_faults=faults[1:]),
-    ]
-    (tmp_path / "stats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert cli.main(["report", str(tmp_path)]) == 0
-    text = (tmp_path / "report.html").read_text()
-    shown = Page(text).shown
+    told = (num_env_faults(2, faults[:2]), num_env_faults(9, faults[1:]))
+    text, shown, _ = page_of(tmp_path, *told)
     assert "5 earlier ones are not shown." in shown
     assert [shown.count(f"host-<a>env {n} & more") for n in range(4)] == [1] * 4
     assert re.findall(r"<b>(\d+)</b><span>env faults", text) == ["9"]
 
 
+def num_env_faults(count: int, faults: list[Any]) -> dict[str, Any]:
+    return snapshot(count, num_env_faults=count, env_faults=faults)
+
+
 def test_of_a_run_that_has_hardly_begun(tmp_path: Path) -> None:
-    (tmp_path / "stats.jsonl").write_text(json.dumps(snapshot(0, workers={})) + "\n")
-    assert cli.main(["report", str(tmp_path)]) == 0
-    assert Page((tmp_path / "report.html").read_text()).shown.count("Nothing was measured.") == 4
+    _, shown, _ = page_of(tmp_path, snapshot(0, workers={}))
+    assert shown.count("Nothing was measured.") == 3
 
 
 def test_a_long_run_is_thinned_out(tmp_path: Path) -> None:
     file = tmp_path / "stats.jsonl"
-    file.write_text("".join(json.dumps(snapshot(t)) + "\n" for t in range(5000)))
-    assert 300 <= len(read(file).points) <= 400
-
-
-def test_a_page_about_many_losses_stays_small(tmp_path: Path) -> None:
-    flaps = [
-        snapshot(t, workers={"0": {"state": "ready" if t % 2 else "joining"}})
-        for t in range(20_000)
-    ]
-    history = history_of(flaps, per_point=50)
-    assert len(history.events) == 19_999
+    states = ("joining", "ready")
+    told = (snapshot(t, workers={"0": {"state": states[t % 2]}}) for t in range(20_000))
+    file.write_text("".join(json.dumps(line) + "\n" for line in told))
+    history = read(file)
+    assert 300 <= len(history.points) <= 400
     text = page(history, "flapping")
     assert len(text) < 500_000
     assert "10,000 joined, 9,999 lost" in text
 
 
 def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["report", str(tmp_path)]) == 2
-    assert "there is no stats.jsonl; name the folder" in capsys.readouterr().err
-    (tmp_path / "stats.jsonl").write_text("noise\n")
-    assert cli.main(["report", str(tmp_path)]) == 2
-    assert "holds no snapshots of a collector" in capsys.readouterr().err
+    """Besides those in ``test_error_messages.py``."""
     (tmp_path / "stats.jsonl").write_text(json.dumps(snapshot(1)) + "\n")
     assert cli.main(["report", str(tmp_path), "--out", str(tmp_path)]) == 2
     assert "Is a directory; name another file" in capsys.readouterr().err

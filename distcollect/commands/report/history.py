@@ -12,6 +12,8 @@ from distcollect.errors import ArgumentError
 from distcollect.results import EnvFault, Lags, Stats
 from distcollect.telemetry.stats_file import STATS_FILE, Snapshot, opened, snapshots
 
+# What follows the name of a metric: so no figure has the name of another.
+OF_EPISODES = " of episodes"
 # A curve of the page's width can't show more.
 MAX_POINTS = 400
 
@@ -37,7 +39,7 @@ class History:
         collector: name of the last collector's class.
         points: by time, the names and values of figures (None: not measured), with the time "t_s"
             in seconds since the run began; None in place of a point separates two collectors.
-        metrics: names of the figures that are metrics of episodes.
+        metrics: the figures that are metrics of episodes.
         spans: maps a worker_id to its states.
         changes: how often a worker "joined" on the way, was "lost", or "left".
         lags: maps a lag to the number of delivered frames.
@@ -145,7 +147,7 @@ def _is_of_another(snapshot: Snapshot, last: Snapshot) -> bool:
 def _add_point(history: History, t_s: float, snapshot: Snapshot, last: Snapshot | None) -> None:
     lags = Lags(_lags(snapshot) - (_lags(last) if last is not None else Counter()))
     episodes = snapshot.get("episodes", {})
-    metrics = episodes.get("metrics", {})
+    metrics = {f"{name}{OF_EPISODES}": mean for name, mean in episodes.get("metrics", {}).items()}
     history.metrics.update(metrics)
     history.points.append(
         {

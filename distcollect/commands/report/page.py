@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 from html import escape
 
 from distcollect.commands.report.charts import Curve, curves, duration, lanes, short
-from distcollect.commands.report.history import History
+from distcollect.commands.report.history import OF_EPISODES, History
 
 _MAX_LANES = 64
 _MAX_FAULTS = 100
@@ -90,13 +90,13 @@ def _tiles(history: History) -> str:
     return f'<div class="tiles">{"".join(cells)}</div>'
 
 
-def _curve(name: str, style: str, history: History) -> Curve:
+def _curve(name: str, style: str, history: History, figure: str = "") -> Curve:
     """Return a figure over time; where it is not known, as without a batch, the curve goes on."""
     at: list[tuple[float, float] | None] = []
     for point in history.points:
         if point is None:
             at.append(None)
-        elif (value := point.get(name)) is not None:
+        elif (value := point.get(figure or name)) is not None:
             at.append((point["t_s"] or 0.0, value))
     return Curve(name, style, at)
 
@@ -107,11 +107,11 @@ def _curves(history: History) -> list[str]:
         "frames per second": "Frames per second",
         "episode return": "Episode return, mean of the last hundred",
         "episode length": "Episode length in frames, mean of the last hundred",
-        **{n: f"{n} of episodes, mean of the last hundred" for n in sorted(history.metrics)},
+        **{figure: f"{figure}, mean of the last hundred" for figure in sorted(history.metrics)},
     }
-    for name, title in titles.items():
-        given, from_zero = [_curve(name, "a", history)], name != "episode return"
-        chart = curves(title, given, history.end_s, from_zero=from_zero)
+    for figure, title in titles.items():
+        given = [_curve(figure.removesuffix(OF_EPISODES), "a", history, figure)]
+        chart = curves(title, given, history.end_s, from_zero=figure != "episode return")
         parts += [f"<h2>{escape(title)}</h2>", chart]
     both = [_curve("mean lag", "a", history), _curve("highest lag", "b", history)]
     legend = [("--a", "mean"), ("--b", "highest")]
@@ -153,7 +153,7 @@ def _workers(history: History) -> list[str]:
 
 
 def _style(state: str) -> str:
-    """Return the class of the page's style for a worker's state; a file may hold any text as a state."""
+    """Return the class of the page's style for a state, which may be any text in a file."""
     return state if state in _STATES else "left"
 
 
