@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -17,8 +16,7 @@ import torch.distributed
 from distcollect.errors import ArgumentError
 from distcollect.net.interfaces import listen
 from distcollect.transport.worker_service import WeightSource
-from distcollect.weights.group_backends import GroupBackend, GroupMember, backend_named
-from distcollect.weights.groups import Groups
+from distcollect.weights.process_groups import GroupBackend, GroupMember, Groups, backend_named
 from distcollect.weights.updaters import (
     RPCUpdater,
     SharedMemoryUpdater,
@@ -37,9 +35,8 @@ dist: Any = torch.distributed
 _MAX_GROUPS = 32
 # What "auto" stands for, the best first.
 _AUTO = ("nccl", "gloo")
-# A backend that failed this often in a row at a site, in groups where it had never worked, is not
-# used there any more if there is another one. A single failure may be due to a member that died
-# meanwhile. A site is a GPU; without one, a process.
+# A backend that failed this often with a process, with which it had never worked, is not used there
+# any more if there is another one. A single failure may be due to a member that died meanwhile.
 _MAX_FAILURES = 2
 
 
@@ -134,15 +131,14 @@ class BroadcastUpdater(WeightUpdaterBase):
         names = _AUTO if backend == "auto" else (backend,) if isinstance(backend, str) else backend
         self._backends = [backend_named(name) for name in names]
         self._groups = Groups()
-        self._names: dict[tuple[Any, ...], str] = {}
-        self._left: deque[tuple[float, GroupMember]] = deque()  # when it was left, first member
+        # The groups that were joined, by backend and peers.
+        self._joined: dict[tuple[Any, ...], BroadcastSource] = {}
         self._counter = itertools.count()
         self._store: Any = None
-        self._current: BroadcastSource | None = None
-        self._sites: tuple[str | int, ...] = ()  # that the current one goes to
+        self._current: tuple[Any, ...] = ()  # the backend and the peers of the last push
         self._staging: torch.Tensor | None = None
-        self._worked: set[str] = set()  # groups that have completed a broadcast
-        self._failures: Counter[tuple[str, str | int]] = Counter()  # in a row, of (backend, site)
+        self._worked: set[tuple[str, int]] = set()  # with which peers each backend has worked
+        self._failures: Counter[tuple[str, int]] = Counter()  # with others
         self._told: set[str] = set()  # what the user was told
 
     def attach(self, context: UpdaterContext) -> None:
@@ -160,18 +156,14 @@ class BroadcastUpdater(WeightUpdaterBase):
 
     def check(self, device: torch.device, worker_ids: Sequence[int]) -> None:
         """Raise ArgumentError if no backend can be used, as for NCCL where a GPU is missing."""
-        self._choose(device, dict.fromkeys(worker_ids))
+        self._choose(device, dict.fromkeys(worker_ids, -1))
 
     def is_on_gpus(self, device: torch.device, peers: Mapping[int, int]) -> bool:
         """Return True if weights on ``device`` go to these workers directly from GPU to GPU."""
-        return self._choose(device, peers, tells=False).on_gpu
+        return self._choose(device, peers)[0].on_gpu
 
-    def _choose(
-        self, device: torch.device, peers: Mapping[int, int | None], *, tells: bool = True
-    ) -> GroupBackend:
-        """The first backend that can be used between the trainer and these workers.
-
-        ``tells``: log why it is not a better one.
+    def _choose(self, device: torch.device, peers: Mapping[int, int]) -> tuple[GroupBackend, str]:
+        """Return the first backend that can be used with these workers, and why it is no better.
 
         Raises:
             ArgumentError: there is none.
@@ -179,108 +171,76 @@ class BroadcastUpdater(WeightUpdaterBase):
         gpus = [gpu_of(device), *(self._context.gpus.get(worker_id, "") for worker_id in peers)]
         refusals: list[str] = []
         for backend in self._backends:
+            failed = [
+                w for w, p in peers.items() if self._failures[backend.name, p] >= _MAX_FAILURES
+            ]
             reason = backend.refusal(gpus)
-            if not reason and backend is not self._backends[-1]:
-                reason = self._failed(backend, peers)
+            if failed and not reason and backend is not self._backends[-1]:
+                reason = f"it failed {_MAX_FAILURES} times with workers {failed}"
             if not reason:
-                if any(gpus) and tells:
-                    self._tell(backend, refusals)
-                return backend
+                return backend, "; ".join(refusals) if any(gpus) else ""
             refusals.append(f"WeightSync(backend={backend.name!r}): {reason}")
         raise ArgumentError(f"{'; '.join(refusals)}; use backend='auto'")
-
-    def _failed(self, backend: GroupBackend, peers: Mapping[int, int | None]) -> str:
-        failed = [
-            worker_id
-            for worker_id, peer in peers.items()
-            if peer is not None
-            and self._failures[backend.name, self._site(worker_id, peer)] >= _MAX_FAILURES
-        ]
-        return f"it failed {_MAX_FAILURES} times with workers {failed}" if failed else ""
-
-    def _site(self, worker_id: int, peer: int) -> str | int:
-        return self._context.gpus.get(worker_id) or peer
-
-    def _tell(self, backend: GroupBackend, refusals: Sequence[str]) -> None:
-        """Log once why it is not a better one."""
-        message = "; ".join(refusals)
-        if message and message not in self._told:
-            self._told.add(message)
-            log.info("weights are broadcast by %s: %s", backend.name, message)
 
     def sources(
         self, payload: torch.Tensor, peers: Mapping[int, int]
     ) -> Mapping[int, BroadcastSource]:
-        backend = self._choose(payload.device, peers)
-        members = (backend.name, *peers.values())
+        chosen, refusals = self._choose(payload.device, peers)
+        if refusals and refusals not in self._told:
+            self._told.add(refusals)
+            log.info("weights are broadcast by %s: %s", chosen.name, refusals)
+        backend = chosen.name
+        self._current = backend, *peers.values()
         self._groups.keep_only(self._groups.names[-_MAX_GROUPS + 1 :])
         existing = self._groups.names
-        for left, name in [item for item in self._names.items() if item[1] not in existing]:
-            del self._names[left]
-            self._worked.discard(name)
-            member = GroupMember(name, 0, len(left), self._context.timeout_s, left[0])
-            self._left.append((time.monotonic(), member))
-        self._clear_store()
-        if members not in self._names:
-            self._names[members] = f"weights{next(self._counter)}"
-        name = self._names[members]
-        first = BroadcastSource(
+        for members, left in [*self._joined.items()]:
+            if left.group not in existing:
+                del self._joined[members]
+                for key in backend_named(left.backend).keys(left):
+                    self._store.delete_key(f"{left.group}/{key}")
+        joined = self._joined.get(self._current)
+        name = f"weights{next(self._counter)}" if joined is None else joined.group
+        first = self._joined[self._current] = BroadcastSource(
             group=name,
             rank=0,
-            size=len(members),
+            size=len(self._current),
             timeout_s=self._context.timeout_s,
-            backend=backend.name,
+            backend=backend,
             store=self._endpoint,
             kept=(*existing, name),
         )
-        self._current = first
-        self._sites = tuple(self._site(worker_id, peer) for worker_id, peer in peers.items())
         self._groups.join(first, self._store, self._context.address)
         return {w: replace(first, rank=rank) for rank, w in enumerate(peers, start=1)}
 
-    def _clear_store(self) -> None:
-        """Delete what members of left groups had put there for each other."""
-        # A member that is late may need it until then.
-        deadline = time.monotonic() - self._context.timeout_s
-        while self._left and self._left[0][0] < deadline:
-            _, member = self._left.popleft()
-            for key in backend_named(member.backend).keys(member):
-                self._store.delete_key(f"{member.group}/{key}")
-
     def send(self, payload: torch.Tensor) -> None:
-        assert self._current is not None
-        if payload.is_cuda and not self._current.on_gpu:
+        first = self._joined[self._current]
+        if payload.is_cuda and not first.on_gpu:
             if self._staging is None or len(self._staging) != len(payload):
                 self._staging = torch.empty_like(payload, device="cpu", pin_memory=True)
             payload = self._staging.copy_(payload)
+        backend, *peers = self._current
+        tried = {(backend, peer) for peer in peers}
         try:
-            self._groups.broadcast(self._current, payload)
+            self._groups.broadcast(first, payload)
         except RuntimeError as error:
             self._staging = None  # the broadcast may go on reading it
-            self._note_failure(self._current, error)
+            failures = self._failures
+            failures.update(tried - self._worked)
+            if backend != self._backends[-1].name and _MAX_FAILURES in map(failures.get, tried):
+                log.warning(
+                    "weights are not broadcast by %s any more where it failed %d times: %s",
+                    backend,
+                    _MAX_FAILURES,
+                    error,
+                )
             raise
-        self._worked.add(self._current.group)
-        for site in self._sites:
-            del self._failures[self._current.backend, site]
-
-    def _note_failure(self, member: GroupMember, error: RuntimeError) -> None:
-        """If it keeps failing where it never worked, the next backend takes its place."""
-        if member.group in self._worked or member.backend == self._backends[-1].name:
-            return
-        self._failures.update((member.backend, site) for site in self._sites)
-        if any(self._failures[member.backend, site] >= _MAX_FAILURES for site in self._sites):
-            log.warning(
-                "weights are not broadcast by %s any more where it failed %d times: %s",
-                member.backend,
-                _MAX_FAILURES,
-                error,
-            )
+        self._worked |= tried
 
     def forget(self, peer: int) -> None:
         """A receiver is gone, or failed: its groups can't be used any more."""
-        for (_, *members), name in list(self._names.items()):
+        for (_, *members), joined in list(self._joined.items()):
             if peer in members:
-                self._groups.drop(name)
+                self._groups.drop(joined.group)
 
     def close(self) -> None:
         self._groups.close()
@@ -315,8 +275,7 @@ class AutoUpdater(WeightUpdaterBase):
     def sources(
         self, payload: torch.Tensor, peers: Mapping[int, int]
     ) -> Mapping[int, WeightSource]:
-        near, self.relays = self._plan(payload.device, peers)
-        far = {w: p for w, p in peers.items() if w not in near and w not in self.relays}
+        near, far, self.relays = self._plan(payload.device, peers)
         self.together = bool(far) and self._far.together
         sources = dict(self._near.sources(payload, near)) if near else {}
         if far:
@@ -328,34 +287,31 @@ class AutoUpdater(WeightUpdaterBase):
 
     def _plan(
         self, device: torch.device, peers: Mapping[int, int]
-    ) -> tuple[Mapping[int, int], Mapping[int, int]]:
-        """Who maps the trainer's memory, ``{worker_id: peer}``, and who has which relay."""
-        shares_memory, gpus = self._context.shares_memory, self._context.gpus
-        if own := gpu_of(device):
-            near = {w: peer for w, peer in peers.items() if gpus[w] == own and shares_memory(peer)}
-            relays = self._relays(near, peers, of_gpus=True)
-            first = {w: p for w, p in peers.items() if w not in near and w not in relays}
-            if first and self._broadcast and self._broadcast.is_on_gpus(device, first):
-                return near, relays
-        near = {w: peer for w, peer in peers.items() if shares_memory(peer)}
-        return near, self._relays(near, peers, of_gpus=False)
+    ) -> tuple[Mapping[int, int], Mapping[int, int], Mapping[int, int]]:
+        """Sort the receivers.
 
-    def _relays(
-        self, near: Mapping[int, int], peers: Mapping[int, int], *, of_gpus: bool
-    ) -> Mapping[int, int]:
-        """The relay of each receiver that has one: the first on its host, or there on its GPU."""
-        first: dict[tuple[str, str], int] = {}
-        relays: dict[int, int] = {}
-        if self._broadcast is None:
-            return relays
-        for worker_id, peer in peers.items():
-            host = self._context.host_key(peer)
-            if worker_id in near or host is None:
-                continue
-            site = host, self._context.gpus[worker_id] if of_gpus else ""
-            if first.setdefault(site, worker_id) != worker_id:
-                relays[worker_id] = first[site]
-        return relays
+        Returns:
+            Who maps the trainer's memory, and who gets a broadcast, both as ``{worker_id: peer}``;
+            and the relay of each other one: the first on its host, or there on its GPU.
+        """
+        gpus, own = self._context.gpus, gpu_of(device)
+        for of_gpus in (True, False) if own else (False,):
+            near: dict[int, int] = {}
+            far: dict[int, int] = {}
+            relays: dict[int, int] = {}
+            first: dict[tuple[str, str], int] = {}
+            for worker_id, peer in peers.items():
+                gpu = gpus[worker_id] if of_gpus else ""
+                host = self._context.host_key(peer) if self._broadcast else None
+                if self._context.shares_memory(peer) and (not of_gpus or gpu == own):
+                    near[worker_id] = peer
+                elif host is None or first.setdefault((host, gpu), worker_id) == worker_id:
+                    far[worker_id] = peer
+                else:
+                    relays[worker_id] = first[host, gpu]
+            if of_gpus and far and self._broadcast and self._broadcast.is_on_gpus(device, far):
+                break
+        return near, far, relays
 
     def send(self, payload: torch.Tensor) -> None:
         if self.together:

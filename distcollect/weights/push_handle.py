@@ -30,17 +30,15 @@ class PushHandle:
         self._timeout_s = timeout_s
         self._lock = threading.RLock()
         self._changed = Wakeup()
-        self._acknowledged: dict[int, int] = {}
-        self._left_out: dict[int, DistCollectError] = {}
+        self._outcomes: dict[int, int | DistCollectError] = {}  # what was acknowledged, or why not
         self._later: set[int] = set()  # left out for now
 
     def __repr__(self) -> str:
-        with self._lock:
-            parts = {
-                "acknowledged by": sorted(self._acknowledged),
-                "left out": sorted(self._left_out),
-                "no answer yet from": self._open(),
-            }
+        parts = {
+            "acknowledged by": sorted(self.acknowledged),
+            "left out": sorted(self.left_out),
+            "no answer yet from": self._open(),
+        }
         told = "; ".join(f"{what} {workers}" for what, workers in parts.items() if workers)
         return f"<PushHandle: version {self.version}; workers: {told or 'none'}>"
 
@@ -48,7 +46,7 @@ class PushHandle:
     def acknowledged(self) -> dict[int, int]:
         """Workers that have it: worker_id to the acknowledged version, this one or a newer one."""
         with self._lock:
-            return dict(self._acknowledged)
+            return {w: version for w, version in self._outcomes.items() if isinstance(version, int)}
 
     @property
     def left_out(self) -> dict[int, DistCollectError]:
@@ -57,12 +55,11 @@ class PushHandle:
         A worker that was merely late, or is being replaced, disappears from here once it has it.
         """
         with self._lock:
-            return dict(self._left_out)
+            return {w: error for w, error in self._outcomes.items() if not isinstance(error, int)}
 
     def done(self) -> bool:
         """Return True if each worker has these weights or is left out."""
-        with self._lock:
-            return not self._open()
+        return not self._open()
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Block until each worker has these weights or is left out.
@@ -92,15 +89,12 @@ class PushHandle:
     def _waited_for(self) -> list[int]:
         """The workers of which nothing is known yet; else those that get it, if none has it yet."""
         with self._lock:
-            return self._open() or ([] if self._acknowledged else sorted(self._later))
+            return self._open() or ([] if self.acknowledged else sorted(self._later))
 
     def _open(self) -> list[int]:
         """The workers of which nothing is known yet."""
-        return [
-            worker_id
-            for worker_id in self.worker_ids
-            if worker_id not in self._acknowledged and worker_id not in self._left_out
-        ]
+        with self._lock:
+            return [w for w in self.worker_ids if w not in self._outcomes]
 
     def settle(
         self, worker_id: int, outcome: int | DistCollectError, *, for_now: bool = False
@@ -110,12 +104,7 @@ class PushHandle:
         ``for_now``: the worker, or the process that replaces it, is to get it later.
         """
         with self._lock:
-            self._later.discard(worker_id)
-            if isinstance(outcome, int):
-                self._left_out.pop(worker_id, None)
-                self._acknowledged[worker_id] = outcome
-            elif worker_id not in self._acknowledged:
-                self._left_out[worker_id] = outcome
-                if for_now:
-                    self._later.add(worker_id)
+            if isinstance(outcome, int) or not isinstance(self._outcomes.get(worker_id), int):
+                self._outcomes[worker_id] = outcome
+                (self._later.add if for_now else self._later.discard)(worker_id)
         self._changed.ring()

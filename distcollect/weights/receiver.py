@@ -34,7 +34,7 @@ class WeightReceiver:
         self._on_received = on_received
         self._weights = weights
         self._state: dict[str, Any] = {"address": address}  # what sources keep
-        self._landing: dict[tuple[int, str], torch.Tensor] = {}  # payloads before they are unpacked
+        self._landing = torch.empty(0, dtype=torch.uint8)  # for payloads that are to be unpacked
         self._newest = 0  # fingerprint of the newest version, as it came, if changes may follow
         self._generation = 0  # how often versions were renumbered
         self._lock = threading.Lock()  # of that, and of the version's number
@@ -85,7 +85,7 @@ class WeightReceiver:
             self._newest = came
         except BaseException:
             self._weights.discard(buffer)
-            self._landing.clear()  # the source may go on writing to it
+            self._landing = self._landing[:0]  # the source may go on writing to it
             raise
         self._on_received(push.version, begin, clock_ns())
         return push.version
@@ -131,16 +131,12 @@ class WeightReceiver:
     def _memory_for(self, push: Push, buffer: torch.Tensor) -> torch.Tensor:
         """Where the source can write to: for a GPU's weights pinned memory, or the GPU's own."""
         device = buffer.device if push.source.on_gpu else torch.device("cpu")
-        key = (push.num_bytes, str(device))
-        if key not in self._landing:
-            self._landing.clear()
-            self._landing[key] = torch.empty(
-                push.num_bytes,
-                dtype=torch.uint8,
-                device=device,
-                pin_memory=buffer.is_cuda and device.type == "cpu",
+        if (len(self._landing), self._landing.device) != (push.num_bytes, device):
+            pins = buffer.is_cuda and device.type == "cpu"
+            self._landing = torch.empty(
+                push.num_bytes, dtype=torch.uint8, device=device, pin_memory=pins
             )
-        return self._landing[key]
+        return self._landing
 
 
 def _fingerprint(flat: torch.Tensor) -> int:

@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from distcollect.common.clock import clock_ns
 from distcollect.common.replies import missing
+from distcollect.common.signals import Wakeup
 from distcollect.common.threads import SerialThread
 from distcollect.config import WeightSync
 from distcollect.errors import DistCollectError, WeightsTimeout, WorkerError, WorkerLost
@@ -32,10 +33,114 @@ from distcollect.transport.protocol import Transport
 from distcollect.transport.worker_service import Push, WeightSource, WorkerService
 from distcollect.weights.push_handle import PushHandle
 from distcollect.weights.slots import PlannedPush, Publication, WeightSlots
-from distcollect.weights.transfer import Answers, Transfer
 from distcollect.weights.updaters import WeightUpdaterBase
 
 log = logging.getLogger(__name__)
+
+Answers: TypeAlias = Mapping[int, Future[Any]]  # by worker_id
+
+
+class Transfer:
+    """A payload on its way to several receivers; one thread waits for them.
+
+    Attributes:
+        together: whether it only works if all receivers take part.
+        late: the receivers that give no sign of life, or did not acknowledge in time.
+        sent_ns: when the trainer's part was over; 0: it is not.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        updater: WeightUpdaterBase,
+        push: PlannedPush,
+        answers: Answers,
+        *,
+        together: bool,
+    ) -> None:
+        """Move ``push`` by ``updater``; ``answers`` are the receivers' acknowledgements."""
+        self.together = together
+        self.late: set[int] = set()
+        self.sent_ns = 0
+        self._transport = transport
+        self._updater = updater
+        self._peers = push.peers
+        self._answers = answers
+        self._waited_for = set(answers)
+        self._has_failed = False
+        self._cancels: dict[int, Future[Any]] | None = None  # None: it was not broken off
+        self._changed = Wakeup()
+        for worker_id, answer in answers.items():
+            answer.add_done_callback(partial(self._note_answer, worker_id))
+
+    def _note_answer(self, worker_id: int, answer: Future[Any]) -> None:
+        if answer.exception() is not None:
+            self._has_failed = True
+        self._waited_for.discard(worker_id)
+        self._changed.ring()
+
+    def note_sent(self, *, failed: bool = False) -> None:
+        """Note that the trainer's part is over, or broke off."""
+        if failed:
+            self._has_failed = True
+        self.sent_ns = clock_ns()
+        self._changed.ring()
+
+    def wait(self, patience_s: float, timeout_s: float) -> None:
+        """Wait until each receiver has answered or is late; may begin before the payload is sent.
+
+        If all must take part and one fails or falls silent, such as a stopped process or one of a
+        host that has vanished, the trainer's part ends, and the others are told not to wait for it.
+
+        Args:
+            patience_s: a receiver that does not answer for so long is asked for a sign of life; one
+                that doesn't give it for so long is late.
+            timeout_s: for the acknowledgements once the payload is sent.
+        """
+        while not self._is_over() or self._is_to_end():
+            if self._is_to_end():
+                self._break_off()
+            elif not self._changed.wait_until(
+                lambda: self._is_over() or self._is_to_end(), patience_s
+            ):
+                late = self._silent(patience_s)
+                if self.sent_ns and clock_ns() > self.sent_ns + timeout_s * 1e9:
+                    late = list(self._waited_for)
+                self.late.update(late)
+                self._waited_for.difference_update(late)
+                if late:
+                    self._has_failed = True
+        # Until nothing of it can disturb the next transfer to the same receivers: the end of this
+        # one, on its way to a receiver that is not late, could be taken for the end of the next.
+        cancels = self._cancels or {}
+        missing({w: cancels[w] for w in cancels if w not in self.late}, patience_s)
+
+    def _is_over(self) -> bool:
+        return self.sent_ns > 0 and not self._waited_for
+
+    def _is_to_end(self) -> bool:
+        return self.together and self._has_failed and self._cancels is None
+
+    def _silent(self, patience_s: float) -> Collection[int]:
+        """Return those that give no sign of life; it may merely take long to receive."""
+        signs = {}
+        for worker_id in list(self._waited_for):
+            peer = self._peers[worker_id]
+            if self.sent_ns:
+                signs[worker_id] = self._transport.call(peer, WorkerService.prepare_to_receive)
+            else:  # it may wait for another one
+                signs[worker_id] = self._transport.ping(peer)
+        return missing(signs, patience_s)
+
+    def _break_off(self) -> None:
+        """End the trainer's part, and tell the receivers not to wait for each other."""
+        self._cancels = {}
+        for worker_id, peer in self._peers.items():
+            self._updater.forget(peer)
+            # The member that was to pass the payload on to this one may be gone.
+            if not self._answers[worker_id].done():
+                cancel = self._transport.call(peer, WorkerService.cancel_receiving)
+                self._cancels[worker_id] = cancel
 
 
 class WeightSender:
@@ -101,7 +206,7 @@ class WeightSender:
         handle = PushHandle(version, sorted(worker_ids), limit_s)
         with self._lock:
             self._slots.publish(flat, clock_ns(), handle)
-        self._thread.submit(self._send_all)
+        self._thread.put(self._send_all)
         return handle
 
     def welcome(self, worker_id: int, peer: int) -> int:
@@ -115,7 +220,7 @@ class WeightSender:
         with self._lock:
             version = self._slots.welcome(worker_id, peer)
         if version:
-            self._thread.submit(self._send_all)
+            self._thread.put(self._send_all)
         return version
 
     def resume(self, version: int) -> int:
@@ -155,13 +260,6 @@ class WeightSender:
 
     def _send_all(self) -> None:
         """Send until every worker that answers has the newest version for it."""
-        try:
-            self._send_pushes()
-        except BaseException:
-            log.exception("the sender of weights failed")  # nobody looks at this job's result
-            raise
-
-    def _send_pushes(self) -> None:
         while not self._closed:
             with self._lock:
                 push = self._slots.next_push()
@@ -206,20 +304,11 @@ class WeightSender:
         if not self._all_ready(first, preparing):
             return  # those that are ready come again, as a group without the others
         ready_ns = clock_ns()
-        transfer = self._begin(first, sources, message, together=together)
-        self._send_payload(transfer, data)
-        sent_ns = clock_ns()
-        self._finish(transfer, ready_ns)
+        sent_ns, have_it = self._transfer(first, sources, message, data)
         # Those of a relay that failed come again, with another relay.
-        places = {
-            worker_id: preparing[relay].result()
-            for worker_id, relay in relays.items()
-            if relay in transfer.succeeded
-        }
+        places = {w: preparing[relay].result() for w, relay in relays.items() if relay in have_it}
         if places:
-            begin_relayed_ns = clock_ns()
-            relayed = self._begin(push.only(places), places, message, together=False)
-            self._finish(relayed, begin_relayed_ns)
+            self._transfer(push.only(places), places, message)
         end_ns = clock_ns()
         publication.handle.num_bytes = data.nbytes
         publication.handle.timings = {
@@ -231,21 +320,6 @@ class WeightSender:
         self.on_pushed(PushTimes(publication.version, begin_ns, ready_ns, sent_ns, end_ns))
         if self._options.changes_only:
             self._last = publication
-
-    def _begin(
-        self,
-        push: PlannedPush,
-        sources: Mapping[int, WeightSource],
-        message: Callable[..., Push],
-        *,
-        together: bool,
-    ) -> Transfer:
-        """Have each worker receive from its source."""
-        messages = {worker_id: message(source=source) for worker_id, source in sources.items()}
-        answers = self._call(push, WorkerService.receive_weights, messages)
-        return Transfer(
-            self._transport, self._updater, push, answers, self._patience_s, together=together
-        )
 
     def _payload(self, push: PlannedPush) -> tuple[torch.Tensor, WeightEncoding, int]:
         """Return the payload, its encoding, and the version that it is a change of."""
@@ -282,42 +356,61 @@ class WeightSender:
                 self._failed(worker_id, push, error)
         return not late and all(answer.exception() is None for answer in preparing.values())
 
-    def _send_payload(self, transfer: Transfer, data: torch.Tensor) -> None:
-        """Send; if a receiver fails or falls silent, this ends, and the others are told."""
-        if transfer.together:
-            self._watch_thread.submit(transfer.watch)
-        try:
-            self._updater.send(data)
-        except RuntimeError as error:
-            # The acknowledgements will show which receiver failed, and which have it all the same.
-            log.info("sending broke off: %s", error)
-            transfer.break_off()
-        finally:
-            transfer.is_sent.set()
+    def _transfer(
+        self,
+        push: PlannedPush,
+        sources: Mapping[int, WeightSource],
+        message: Callable[..., Push],
+        data: torch.Tensor | None = None,
+    ) -> tuple[int, Collection[int]]:
+        """Have each worker receive from its source, and note what became of it.
 
-    def _finish(self, transfer: Transfer, begin_ns: int) -> None:
-        """Wait for the acknowledgements, and note what became of each receiver."""
-        push = transfer.push
-        late = transfer.await_answers(self._timeout_s)
+        Args:
+            push: what is sent to whom.
+            sources: by worker_id.
+            message: makes the message to a worker, with its source.
+            data: what the updater is to send meanwhile, if anything.
+
+        Returns:
+            When that was over, and the workers that have acknowledged.
+        """
+        begin_ns = clock_ns()
+        messages = {worker_id: message(source=source) for worker_id, source in sources.items()}
+        answers = self._call(push, WorkerService.receive_weights, messages)
+        together = data is not None and self._updater.together
+        transfer = Transfer(self._transport, self._updater, push, answers, together=together)
+        waiting = partial(transfer.wait, self._patience_s, self._timeout_s)
+        watching = self._watch_thread.submit(waiting) if together else None
+        try:
+            if data is not None:
+                self._updater.send(data)
+            transfer.note_sent()
+        except BaseException as broken:
+            transfer.note_sent(failed=True)
+            if not isinstance(broken, RuntimeError):
+                raise
+            # The acknowledgements will show which receiver failed, and which have it all the same.
+            log.info("sending broke off: %s", broken)
+        waiting() if watching is None else watching.result()
         waited_s = (clock_ns() - begin_ns) / 1e9
-        errors = {w: a.exception() for w, a in transfer.answers.items() if w not in late}
+        late = transfer.late
+        errors = {w: answer.exception() for w, answer in answers.items() if w not in late}
         # In a group, one that dies or falls silent is the reason for the others' errors.
-        has_culprit = any(isinstance(error, WorkerLost) for error in errors.values()) or (
-            transfer.together and bool(late)
+        has_culprit = (together and bool(late)) or any(
+            isinstance(error, WorkerLost) for error in errors.values()
         )
-        for worker_id, peer in push.peers.items():
-            if worker_id in late or errors[worker_id] is not None:
-                # The connection with a receiver that failed may be in any state.
-                self._updater.forget(peer)
-        for worker_id, answer in transfer.answers.items():
+        for worker_id, answer in answers.items():
             error = errors.get(worker_id)
+            if worker_id in late or error is not None:
+                # The connection with a receiver that failed may be in any state.
+                self._updater.forget(push.peers[worker_id])
             if worker_id in late:
                 self._is_late(worker_id, push, answer, "did not acknowledge", waited_s, alone=True)
             elif error is None:
-                transfer.succeeded.add(worker_id)
                 self._succeeded(worker_id, push)
             elif isinstance(error, WorkerLost) or not has_culprit:
                 self._failed(worker_id, push, error)
+        return transfer.sent_ns, [w for w, error in errors.items() if error is None]
 
     def _succeeded(self, worker_id: int, push: PlannedPush) -> None:
         publication = push.publication
@@ -370,6 +463,6 @@ class WeightSender:
                 self._slots.answered(slot)
                 if self._closed:
                     return
-            self._thread.submit(self._send_all)
+            self._thread.put(self._send_all)
 
         answer.add_done_callback(answered)

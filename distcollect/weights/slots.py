@@ -5,7 +5,7 @@ Each worker's slot has a state::
     IDLE ──publish──▶ WAITING ──next_push──▶ SENDING ──acknowledged──▶ IDLE
                          ▲                      │ failed, not sent
                          ├──────────────────────┤
-                         └──answered── LATE ◀───┘ no answer in time
+                         └──answered── AWAY ◀───┘ no answer in time
 
 Waiting slots are served in the order in which they began to wait. So each gets its version after at
 most as many pushes as there were slots waiting before it, however fast versions are published.
@@ -14,7 +14,7 @@ most as many pushes as there were slots waiting before it, however fast versions
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -32,17 +32,16 @@ _MAX_SNAPSHOTS = 8
 
 
 class SendState(Enum):
-    """The next thing to happen with a worker's slot next."""
+    """The next thing that happens with a worker's slot."""
 
     IDLE = "nothing is to be sent"
     WAITING = "its newest version is to be sent"
     SENDING = "a version is being sent"
-    LATE = "nothing is sent until it gives the answer that it owes"
-    ABSENT = "its process is gone, and another one comes"
+    AWAY = "it owes an answer, or another process comes in its place"
     VACANT = "its process is gone, and no other is expected"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Publication:
     """A version, and the snapshot of the weights.
 
@@ -69,7 +68,7 @@ class WeightSlot:
 
     Attributes:
         worker_id: whose it is.
-        peer: its process; -1: the first one is still to come.
+        peer: its process; None: it is gone, or the first one is still to come.
         newest: the newest version that was published for it, or if its snapshot was dropped the
             next newer one; None: none was published. With this one it has what it is to have.
         acknowledged: the version that the process has.
@@ -77,30 +76,21 @@ class WeightSlot:
             order never stands for other weights.
         state: see :class:`SendState`.
         turn: when it began to wait, among the slots that wait.
-        alone: its last push failed, so the next one goes to no other worker.
-        attempts: how often in a row a push failed.
-        late_error: why it is late.
+        failures: how often in a row a push failed. Then the next one goes to no other worker.
+        absence: why it is AWAY.
         handles: those that wait for it, with the order of their publication.
     """
 
     worker_id: int
-    peer: int
+    peer: int | None
     newest: Publication | None = None
     acknowledged: int = 0
     held: int = 0
     state: SendState = SendState.IDLE
     turn: int = 0
-    alone: bool = False
-    attempts: int = 0
-    late_error: DistCollectError | None = None
+    failures: int = 0
+    absence: DistCollectError | None = None
     handles: list[tuple[int, PushHandle]] = field(default_factory=list)
-
-    @property
-    def absence(self) -> DistCollectError | None:
-        """Why nothing is sent to it now, although something may be later."""
-        if self.state is SendState.ABSENT:
-            return _absent(self.worker_id)
-        return self.late_error if self.state is SendState.LATE else None
 
     def settle(self, outcome: int | DistCollectError, *, for_now: bool = False) -> None:
         """Tell the handles that wait for it; they go on waiting if it is ``for_now``."""
@@ -114,19 +104,15 @@ class WeightSlot:
 
 @dataclass(frozen=True)
 class PlannedPush:
-    """A version to send, and by worker_id the slots that get it together."""
+    """A version to send, and by worker_id the slots that get it together, and their processes."""
 
     publication: Publication
     receivers: Mapping[int, WeightSlot]
+    peers: Mapping[int, int]
 
-    @property
-    def peers(self) -> dict[int, int]:
-        """The receivers' processes: worker_id to peer."""
-        return {worker_id: slot.peer for worker_id, slot in self.receivers.items()}
-
-    def only(self, worker_ids: Iterable[int]) -> PlannedPush:
+    def only(self, worker_ids: Collection[int]) -> PlannedPush:
         """The part of it that goes to these workers."""
-        return PlannedPush(self.publication, {w: self.receivers[w] for w in worker_ids})
+        return replace(self, peers={w: p for w, p in self.peers.items() if w in worker_ids})
 
 
 class WeightSlots:
@@ -166,8 +152,8 @@ class WeightSlots:
             slot.handles.append((publication.order, handle))
             if slot.state is SendState.IDLE:
                 self._wait(slot)
-            elif (absence := slot.absence) is not None:
-                slot.settle(absence, for_now=True)
+            elif slot.state is SendState.AWAY and slot.absence is not None:
+                slot.settle(slot.absence, for_now=True)
         self._drop_old_snapshots()
 
     def welcome(self, worker_id: int, peer: int) -> int:
@@ -190,43 +176,42 @@ class WeightSlots:
     def forget(self, worker_id: int, *, replaced: bool) -> int | None:
         """A slot's process is gone; ``replaced``: another one comes. Its peer, if it had one."""
         slot = self._slots.get(worker_id)
-        if slot is None and replaced:  # its first process is still to come
-            self._slots[worker_id] = WeightSlot(worker_id, -1, state=SendState.ABSENT)
-        if slot is None or slot.state is SendState.VACANT:
-            return None
-        was_absent = slot.state is SendState.ABSENT
+        if slot is None:
+            if not replaced:
+                return None
+            slot = self._slots[worker_id] = WeightSlot(worker_id, None)
+        peer, slot.peer = slot.peer, None
         slot.acknowledged = slot.held = 0
         if not replaced:
             slot.state = SendState.VACANT
             slot.newest = None
             slot.settle(WorkerLost("is gone", worker_id=worker_id))
-        elif not was_absent:
-            slot.state = SendState.ABSENT
-            slot.settle(_absent(worker_id), for_now=True)
-        return None if was_absent else slot.peer
+        elif slot.state is not SendState.VACANT:
+            slot.absence = WorkerLost(
+                "is gone; the process that replaces it gets the newest weights first",
+                worker_id=worker_id,
+            )
+            slot.state = SendState.AWAY
+            slot.settle(slot.absence, for_now=True)
+        return peer
 
     @property
     def absent(self) -> list[int]:
         """The workers that are to be replaced."""
-        return [w for w, slot in self._slots.items() if slot.state is SendState.ABSENT]
+        return [w for w, slot in self._slots.items() if slot.peer is None]
 
     def resume(self, version: int) -> int:
         """Renumber, see :meth:`.WeightSender.resume`."""
         self._generation += 1
         self._first_version = version
-        renumbered: dict[int, Publication] = {}
-
-        def renumber(publication: Publication | None) -> Publication | None:
-            if publication is None:
-                return None
-            return renumbered.setdefault(
-                publication.order,
-                replace(publication, version=version, generation=self._generation),
-            )
-
-        self._latest = renumber(self._latest)
+        renumbered = {
+            publication: replace(publication, version=version, generation=self._generation)
+            for publication in (self._latest, *(slot.newest for slot in self._slots.values()))
+            if publication is not None
+        }
+        self._latest = renumbered.get(self._latest)  # type: ignore[arg-type]
         for slot in self._slots.values():
-            slot.newest = renumber(slot.newest)
+            slot.newest = renumbered.get(slot.newest)  # type: ignore[arg-type]
             # A worker that waits for weights does not have them yet.
             slot.acknowledged = version if slot.state is SendState.IDLE else version - 1
         return self._generation
@@ -248,19 +233,23 @@ class WeightSlots:
         if not waiting:
             return None
         first = min(waiting, key=lambda slot: slot.turn)
-        receivers = [first]
-        if not first.alone:
-            receivers = [slot for slot in waiting if slot.newest is first.newest and not slot.alone]
-        for slot in receivers:
+        receivers = {
+            slot.worker_id: slot
+            for slot in waiting
+            if slot is first
+            or (slot.newest is first.newest and not slot.failures and not first.failures)
+        }
+        for slot in receivers.values():
             slot.state = SendState.SENDING
         assert first.newest is not None
-        return PlannedPush(first.newest, {slot.worker_id: slot for slot in receivers})
+        peers = {w: slot.peer for w, slot in receivers.items() if slot.peer is not None}
+        return PlannedPush(first.newest, receivers, peers)
 
     def all_have(self, publication: Publication, slots: Iterable[WeightSlot]) -> bool:
         """Return True if these workers have exactly this version, as far as is known."""
         # After a failure a worker may have another version than it acknowledged.
         return publication.generation == self._generation and all(
-            slot.held == publication.order and not slot.alone for slot in slots
+            slot.held == publication.order and not slot.failures for slot in slots
         )
 
     def acknowledge(self, slot: WeightSlot, publication: Publication) -> list[PushHandle] | None:
@@ -272,8 +261,7 @@ class WeightSlots:
             return None
         slot.acknowledged = publication.version
         slot.held = publication.order
-        slot.attempts = 0
-        slot.alone = False
+        slot.failures = 0
         done = [handle for order, handle in slot.handles if order <= publication.order]
         slot.handles = [item for item in slot.handles if item[0] > publication.order]
         if slot.newest is publication:
@@ -294,13 +282,11 @@ class WeightSlots:
             return None
         if isinstance(error, WorkerLost):
             # It will not answer: nothing more is sent to it.
-            slot.state = SendState.LATE
-            slot.late_error = WorkerLost("can't be reached", worker_id=slot.worker_id)
-            return slot.late_error
-        slot.alone = True
-        is_newest = slot.newest is publication
-        slot.attempts += is_newest
-        if slot.attempts < _MAX_ATTEMPTS or not is_newest:
+            slot.state = SendState.AWAY
+            slot.absence = WorkerLost("can't be reached", worker_id=slot.worker_id)
+            return slot.absence
+        slot.failures += 1
+        if slot.failures < _MAX_ATTEMPTS or slot.newest is not publication:
             self._wait(slot)
             return None
         if not isinstance(error, DistCollectError):
@@ -316,15 +302,15 @@ class WeightSlots:
         """
         if slot.state is not SendState.SENDING:
             return False
-        slot.state = SendState.LATE
-        slot.alone |= alone
-        slot.late_error = error
+        slot.state = SendState.AWAY
+        slot.failures += alone
+        slot.absence = error
         slot.settle(error, for_now=True)
         return True
 
     def answered(self, slot: WeightSlot) -> None:
         """A late receiver has given the answer that it owed: it waits for its newest version."""
-        if slot.state is SendState.LATE:
+        if slot.state is SendState.AWAY and slot.peer is not None:
             self._wait(slot)
 
     def send_again(self, slots: Iterable[WeightSlot]) -> None:
@@ -339,20 +325,8 @@ class WeightSlots:
 
     def _drop_old_snapshots(self) -> None:
         """Keep a bounded number; a slot whose version is dropped gets the next newer one."""
-        kept = {
-            slot.newest.order: slot.newest
-            for slot in self._slots.values()
-            if slot.newest is not None
-        }
-        for order in sorted(kept)[:-_MAX_SNAPSHOTS]:
-            del kept[order]
-        oldest = min(kept, default=0)
+        newest = {slot.newest for slot in self._slots.values() if slot.newest is not None}
+        oldest = sorted(newest, key=lambda publication: publication.order)[-_MAX_SNAPSHOTS:][:1]
         for slot in self._slots.values():
-            if slot.newest is not None and slot.newest.order < oldest:
-                slot.newest = kept[oldest]
-
-
-def _absent(worker_id: int) -> WorkerLost:
-    return WorkerLost(
-        "is gone; the process that replaces it gets the newest weights first", worker_id=worker_id
-    )
+            if slot.newest is not None and slot.newest.order < oldest[0].order:
+                slot.newest = oldest[0]

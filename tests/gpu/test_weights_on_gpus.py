@@ -25,8 +25,7 @@ from helpers.waiting import eventually, stop_process
 import distcollect as dc
 from distcollect.transport.worker_service import WeightSource
 from distcollect.weights.broadcast import RelaySource
-from distcollect.weights.group_backends import GroupMember
-from distcollect.weights.groups import Groups
+from distcollect.weights.process_groups import GroupMember, Groups
 from distcollect.weights.updaters import UpdaterContext
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers can't import test modules

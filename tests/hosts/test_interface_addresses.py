@@ -18,7 +18,7 @@ from distcollect.net.interfaces import (
     listen,
     own_address_of,
 )
-from distcollect.weights.group_backends import name_interface
+from distcollect.weights.process_groups import name_interface
 
 
 @pytest.fixture

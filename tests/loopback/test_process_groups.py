@@ -26,8 +26,7 @@ from helpers.publishing import NAMES, Collect, Telling, collect, told
 from helpers.waiting import eventually
 
 import distcollect as dc
-from distcollect.weights.group_backends import GroupMember, NcclBackend, backend_named
-from distcollect.weights.groups import Groups
+from distcollect.weights.process_groups import GroupMember, Groups, NcclBackend, backend_named
 from distcollect.weights.updaters import UpdaterContext
 
 __all__ = ["collect"]

@@ -14,7 +14,7 @@ from helpers.loopback_transport import LoopbackTransport
 from helpers.publishing import Telling, told
 
 import distcollect as dc
-from distcollect.weights import broadcast, group_backends, updaters
+from distcollect.weights import broadcast, process_groups, updaters
 
 # Of each worker; the last two share no memory.
 HOSTS = ("a", "b", "a", "b", "a", None, None)
@@ -175,7 +175,7 @@ def between_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(
         LoopbackTransport, "shares_memory", lambda transport, peer: transport.host_key(peer) == "a"
     )
-    monkeypatch.setattr(group_backends.torch_backends, "device_types", lambda name: ("cuda",))
+    monkeypatch.setattr(process_groups.torch_backends, "device_types", lambda name: ("cuda",))
     yield
     nccl_stand_in.end_waiting()
 

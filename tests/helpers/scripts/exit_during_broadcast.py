@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from distcollect.weights.group_backends import GroupMember
-from distcollect.weights.groups import Groups
+from distcollect.weights.process_groups import GroupMember, Groups
 
 dist: Any = torch.distributed
 HOST = "127.0.0.1"
@@ -58,9 +57,10 @@ def main() -> None:
     assert any(line == "joined\n" for line in peer.stdout)
     groups, place = join(0, store)
     groups.broadcast(place, torch.zeros(SMALL, dtype=torch.uint8))
+    large = torch.zeros(LARGE, dtype=torch.uint8)
     threading.Timer(0.2, groups.drop, [place.group]).start()
     try:
-        groups.broadcast(place, torch.zeros(LARGE, dtype=torch.uint8))
+        groups.broadcast(place, large)
     except RuntimeError as error:
         print(error, flush=True)
     sys.modules["ends_late"] = EndsLate(peer.pid)  # type: ignore[assignment]

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from distcollect.weights.group_backends import GroupMember
-from distcollect.weights.groups import Groups
+from distcollect.weights.process_groups import GroupMember, Groups
 
 dist: Any = torch.distributed
 HOST = "127.0.0.1"
