@@ -12,10 +12,11 @@ import logging
 import os
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 
 from distcollect.common.forks import Owner
-from distcollect.common.replies import Reply, arrives
 from distcollect.common.threads import SerialThread
+from distcollect.common.waiting import arrives
 from distcollect.errors import DeadlineError
 
 log = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ class Finalizer:
         self._thread = _thread()
         self._owner = Owner()
         self._has_begun = False
-        self._answer: Reply[None] = Reply()
+        self._answer: Future[None] = Future()
         _open.add(self)
         # At exit, which nobody waits for here, _close_all() does it. In a forked child the thread
         # does not run.

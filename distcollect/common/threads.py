@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from distcollect.common.forks import only_here
-from distcollect.common.replies import answer
+from distcollect.common.waiting import answer
 
 T = TypeVar("T")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import time
@@ -11,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from distcollect.common.backoff import backoff_s
-from distcollect.common.replies import Reply, arrives
 from distcollect.common.seeding import Stream, env_seed
+from distcollect.common.signals import Wakeup
 from distcollect.common.step_counter import StepCounter
 from distcollect.engine.interrupts import Stopped
 from distcollect.envs.base import Envs, Fault
@@ -52,8 +51,8 @@ class EnvRecovery:
         self._max_faults = max_faults
         self._seeds: Sequence[int] | None = None
         self._num_rebuilt = [0] * envs.num_envs  # by row, since the last seed()
-        # No Event: an exception within its set(), in the user's thread, may leave its lock taken.
-        self._stopped: Reply[None] = Reply()
+        self._is_stopped = False
+        self._wakeup = Wakeup()
         self._num_warnings = 0  # since the time that follows
         self._warned_since = -math.inf
 
@@ -64,8 +63,8 @@ class EnvRecovery:
 
     def stop(self) -> None:
         """Make the running or next :meth:`rebuild` raise :class:`Stopped`. From any thread."""
-        with contextlib.suppress(RuntimeError):  # it was stopped before
-            self._stopped.set_result(None)
+        self._is_stopped = True
+        self._wakeup.ring()
 
     def episodes_ended(self, rows: Iterable[int]) -> None:
         """Whole episodes ended in ``rows``, so the envs of these rows work."""
@@ -89,7 +88,7 @@ class EnvRecovery:
             if num_faults > self._max_faults or not self._envs.can_rebuild(fault.rows[0]):
                 raise _final_error(error, num_faults - 1)
             self._warn(error.message, num_faults)
-            if arrives(self._stopped, _delay_s(num_faults)):
+            if self._wakeup.wait_until(lambda: self._is_stopped, _delay_s(num_faults)):
                 raise Stopped
             try:
                 self._envs.rebuild(fault.rows, self._new_seeds(fault.rows))

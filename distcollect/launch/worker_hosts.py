@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from distcollect.common import open_files
-from distcollect.common.reminder import wait_for
+from distcollect.common.waiting import wait_for
 from distcollect.errors import ArgumentError, CollectorStateError, DeadlineError, LaunchError
 from distcollect.launch.cpu_placement import Host, choose, may_pin
 from distcollect.launch.local_processes import LocalProcesses, ProcessEvents

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 from distcollect.common.clock import clock_ns
-from distcollect.common.replies import Reply
 from distcollect.errors import EnvError
 from distcollect.pool.pool_commands import Wanted
 from distcollect.pool.pool_core import PoolCore
@@ -19,7 +18,6 @@ from distcollect.pool.worker_slots import RolloutRequest, WorkerSlot
 from distcollect.rollout.layout import Tensors
 from distcollect.roster.interfaces import FailureSink
 from distcollect.telemetry.recorder import Activity, StatsRecorder
-from distcollect.transport.pending_answers import PendingAnswer
 from distcollect.transport.protocol import Offer, Transport
 from distcollect.transport.worker_service import WorkerService
 
@@ -141,16 +139,17 @@ class EventLoop:
         for request in requests:
             request.asked_at = clock_ns()
             with self._going_on(request.slot):
-                answer = self._transport.collect(request.slot.peer, request.wire_request)
-                _then(answer, self._post_collected, request)
+                deliver = partial(self._post_collected, request)
+                self._transport.collect(request.slot.peer, request.wire_request, deliver)
 
-    def _note_collected(self, request: RolloutRequest, answer: Reply[Offer]) -> None:
+    def _note_collected(
+        self, request: RolloutRequest, offer: Offer, error: BaseException | None
+    ) -> None:
         if self.core.closed:
             return
-        if (error := answer.exception()) is not None:
+        if error is not None:
             self.core.not_collected(request, error)
             return
-        offer = answer.result()
         if not request.slot.is_gone:
             self._stats_recorder.collected(offer.header, request.asked_at)
         self.core.offered(request, offer, clock_ns())
@@ -162,17 +161,19 @@ class EventLoop:
     def fetch(self, request: RolloutRequest, offer: Offer) -> None:
         request.asked_at = clock_ns()
         with self._going_on(request.slot):
-            _then(offer.fetch(), self._post_fetched, request)
+            offer.fetch(partial(self._post_fetched, request))
 
-    def _note_fetched(self, request: RolloutRequest, answer: Reply[Tensors]) -> None:
+    def _note_fetched(
+        self, request: RolloutRequest, tensors: Tensors, error: BaseException | None
+    ) -> None:
         if self.core.closed:
             return
-        if (error := answer.exception()) is not None:
+        if error is not None:
             self.core.not_fetched(request, error)
             return
         header, took_ns = request.known_header, clock_ns() - request.asked_at
         self._stats_recorder.fetched(header.worker_id, header.num_bytes, took_ns)
-        self.core.fetched(request, answer.result())
+        self.core.fetched(request, tensors)
 
     def decline(self, offer: Offer) -> None:
         with self._going_on():
@@ -251,15 +252,3 @@ class EventLoop:
     def wake_user(self) -> None:
         with self._going_on():
             self._wake_user()
-
-
-def _then(answer: PendingAnswer, callback: Callable[[Any, Any], None], about: object) -> None:
-    """Have ``callback`` called with ``about`` and the answer, once it is there.
-
-    Almost nothing is made here, as this is done for each rollout. Nothing that the answer refers to
-    refers to it: that would be a cycle, which only the garbage collector could free.
-    """
-    if isinstance(answer, Reply):
-        answer.then(callback, about)
-    else:
-        answer.add_done_callback(partial(callback, about))

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from distcollect.common.replies import arrives
+from distcollect.common.waiting import arrives
 from distcollect.errors import ArgumentError, DeadlineError, RolloutGone, WorkerError, WorkerLost
 from distcollect.rollout.header import Header, Rollout
 from distcollect.rollout.layout import Layout, Tensors

@@ -10,8 +10,8 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
-from distcollect.common.replies import missing
 from distcollect.common.seeding import Stream, env_seed, shares
+from distcollect.common.waiting import missing
 from distcollect.errors import ArgumentTypeError, DeadlineError, WorkerLost
 from distcollect.pool.pool import Pool
 from distcollect.pool.publisher import WorkerIds

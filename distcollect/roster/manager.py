@@ -13,8 +13,8 @@ from concurrent.futures import Future
 from functools import partial
 
 from distcollect.common import signals
-from distcollect.common.reminder import Reminder
 from distcollect.common.signals import WAKEUP_INTERVAL_S
+from distcollect.common.waiting import Reminder
 from distcollect.config import Faults
 from distcollect.engine.pickled_plan import PickledPlan
 from distcollect.errors import CollectorStateError, DeadlineError, WorkerError

@@ -2,62 +2,68 @@
 
 from __future__ import annotations
 
+import logging
 import threading
-from concurrent.futures import Future
-from typing import Any, TypeAlias, TypeVar
+from typing import Any
 
-from distcollect.common.replies import Reply
 from distcollect.errors import WorkerLost
+from distcollect.transport.protocol import Deliver
 
-PendingAnswer: TypeAlias = Future[Any] | Reply[Any]
-AnyAnswer = TypeVar("AnyAnswer", Future[Any], Reply[Any])
+log = logging.getLogger(__name__)
+
+
+class PendingAnswer:
+    """An answer of ``peer``; once it is there, ``deliver`` is called with it."""
+
+    __slots__ = ("deliver", "is_done", "peer")
+
+    def __init__(self, peer: int, deliver: Deliver) -> None:
+        self.peer = peer
+        self.deliver = deliver
+        self.is_done = False
 
 
 class PendingAnswers:
     """The answers that have not come yet, so that those of a disconnected peer can be failed."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
-        self._peers: dict[PendingAnswer, int] = {}
+        self._changed = threading.Condition()
+        self.open: set[PendingAnswer] = set()
 
-    def expect(self, peer: int, answer: AnyAnswer) -> AnyAnswer:
-        """Note that this answer of ``peer`` is pending, and return it."""
-        with self._lock:
-            self._peers[answer] = peer
+    def expect(self, peer: int, deliver: Deliver) -> PendingAnswer:
+        """Note that an answer of ``peer`` is pending, and return it."""
+        answer = PendingAnswer(peer, deliver)
+        with self._changed:
+            self.open.add(answer)
         return answer
-
-    @property
-    def open(self) -> list[PendingAnswer]:
-        """The answers that are still pending."""
-        with self._lock:
-            return list(self._peers)
 
     def complete(
         self, answer: PendingAnswer, value: Any = None, error: BaseException | None = None
     ) -> None:
         """Complete ``answer`` with a value or an error, unless :meth:`fail` did already."""
-        with self._lock:
-            if self._peers.pop(answer, None) is None:
+        with self._changed:
+            if answer.is_done:
                 return
-            if not self._peers:
+            answer.is_done = True
+            self.open.remove(answer)
+            if not self.open:
                 self._changed.notify_all()
-        if error is None:
-            answer.set_result(value)
-        else:
-            answer.set_exception(error)
+        try:
+            answer.deliver(value, error)
+        except Exception:
+            log.exception("what was to be done with an answer raised")
 
     def fail(self, peer: int) -> None:
         """Fail all answers of ``peer`` with :class:`WorkerLost`."""
-        with self._lock:
-            answers = [answer for answer, owner in self._peers.items() if owner == peer]
+        with self._changed:
+            answers = [answer for answer in self.open if answer.peer == peer]
         for answer in answers:
             self.complete(answer, error=peer_is_gone(peer))
 
     def wait_for_all(self, timeout_s: float) -> bool:
-        """Wait up to ``timeout_s`` for all answers; return whether all came."""
-        with self._lock:
-            return self._changed.wait_for(lambda: not self._peers, timeout_s)
+        """Wait up to ``timeout_s`` for all answers; return True if all came."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self.open, timeout_s)
 
 
 def peer_is_gone(peer: int, cause: BaseException | None = None) -> WorkerLost:

@@ -15,9 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar, overload
+from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeAlias, TypeVar, overload
 
-from distcollect.common.replies import Reply
 from distcollect.errors import WorkerError
 from distcollect.net.messages import PeerAddress
 from distcollect.rollout.header import Header
@@ -25,6 +24,9 @@ from distcollect.rollout.layout import Tensors
 
 P = ParamSpec("P")
 T = TypeVar("T")
+# Takes an answer, or the error in its place. A rollout has two of these, which is why they are no
+# futures: those cost several times as much.
+Deliver: TypeAlias = Callable[[Any, BaseException | None], object]
 
 # A rollout below this size comes along with its header: one round trip instead of two.
 INLINE_BYTES = 64 * 1024
@@ -54,16 +56,16 @@ class CollectRequest(NamedTuple):
 class Offer:
     """A rollout that lies ready on its worker, or that has come along with its header."""
 
-    def __init__(self, header: Header, fetch: Callable[[], Reply[Tensors]]) -> None:
+    def __init__(self, header: Header, fetch: Callable[[Deliver], object]) -> None:
         """``fetch`` moves the tensors here."""
         self.header = header
-        self._fetch: Callable[[], Reply[Tensors]] | None = fetch
+        self._fetch: Callable[[Deliver], object] | None = fetch
 
-    def fetch(self) -> Reply[Tensors]:
-        """Move its tensors here. May be called once."""
+    def fetch(self, deliver: Deliver) -> None:
+        """Move its tensors here; ``deliver`` gets them. May be called once."""
         fetch, self._fetch = self._fetch, None
         assert fetch is not None, "it was fetched or declined before"
-        return fetch()
+        fetch(deliver)
 
     def decline(self) -> None:
         """Give it up: its tensors don't move (they may have come already with a small header)."""
@@ -148,8 +150,8 @@ class Transport(Protocol):
             kwargs: its arguments that are given by name.
         """
 
-    def collect(self, peer: int, request: CollectRequest) -> Reply[Offer]:
-        """Ask for the next rollout; the reply comes when it lies ready on the worker."""
+    def collect(self, peer: int, request: CollectRequest, deliver: Deliver) -> None:
+        """Ask for the next rollout; ``deliver`` gets an :class:`Offer` when it lies ready."""
 
     def ping(self, peer: int) -> Future[Any]:
         """Return what completes if ``peer``'s process is alive, even while its Python is busy."""

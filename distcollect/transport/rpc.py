@@ -23,20 +23,15 @@ from typing import Any, cast
 import torch
 
 from distcollect.common import tensor_cache
-from distcollect.common.replies import Reply
 from distcollect.common.shared_memory import SharedTensor, map_segment
 from distcollect.common.threads import SerialThread
+from distcollect.common.waiting import settle
 from distcollect.net.messages import PeerAddress
 from distcollect.rollout.header import Header
 from distcollect.rollout.layout import Tensors
 from distcollect.transport.failure import Failure
-from distcollect.transport.pending_answers import (
-    AnyAnswer,
-    PendingAnswer,
-    PendingAnswers,
-    peer_is_gone,
-)
-from distcollect.transport.protocol import CollectRequest, Offer, Transport
+from distcollect.transport.pending_answers import PendingAnswers, peer_is_gone
+from distcollect.transport.protocol import CollectRequest, Deliver, Offer, Transport
 from distcollect.transport.rpc_agents import PING, AgentPeer, join_agents, leave_agents
 from distcollect.transport.rpc_server import (
     serve_call,
@@ -72,39 +67,45 @@ class RpcTransport(Transport):
         return None if known is None else known.address
 
     def call(self, peer: int, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
-        return self._ask(Future(), peer, serve_call, (method.__name__, args, kwargs))
+        return self._future(peer, serve_call, (method.__name__, args, kwargs))
 
-    def collect(self, peer: int, request: CollectRequest) -> Reply[Offer]:
+    def collect(self, peer: int, request: CollectRequest, deliver: Deliver) -> None:
         known = self._peers.get(peer)
         if known is not None and known.mapped is not None:
             request = request._replace(shared=True)
 
-        def offer(sent: tuple[Header, Any]) -> Offer:
+        def offer(sent: tuple[Header, Any], error: BaseException | None) -> None:
+            if error is not None:
+                deliver(None, error)
+                return
             header, data = sent
-            return Offer(header, partial(self._fetch_offered, peer, known, data))
+            deliver(Offer(header, partial(self._fetch_offered, peer, known, data)), None)
 
-        return self._ask(Reply(), peer, serve_collect, (request,), offer)
+        self._ask(peer, serve_collect, (request,), offer)
 
-    def _fetch_offered(self, peer: int, known: AgentPeer | None, data: Any) -> Reply[Tensors]:
+    def _fetch_offered(
+        self, peer: int, known: AgentPeer | None, data: Any, deliver: Deliver
+    ) -> None:
         """Move a rollout here, by what came with its header: its RRef, or all of its tensors."""
+        copy = partial(self._copy, peer, known, deliver)
         if isinstance(data, list):
-            sent: Reply[list[Any]] = Reply.of(data)
+            copy(data, None)
         else:
-            sent = self._ask(Reply(), peer, serve_offered, (data,))
-        return self._copied(peer, known, sent, Reply())
+            self._ask(peer, serve_offered, (data,), copy)
 
     def hand_over(self, peer: int, sequence: int, key: str, keep_s: float) -> Future[Any]:
-        return self._ask(Future(), peer, serve_hand_over, (sequence, key, keep_s))
+        return self._future(peer, serve_hand_over, (sequence, key, keep_s))
 
     def fetch_handover(self, peer: int, held: Any) -> Future[Tensors]:
-        known = self._peers.get(peer)
-        sent = self._ask(Future(), peer, serve_handover, (held, self.shares_memory(peer)))
-        return self._copied(peer, known, sent, Future())
+        fetched: Future[Tensors] = Future()
+        copy = partial(self._copy, peer, self._peers.get(peer), partial(settle, fetched))
+        self._ask(peer, serve_handover, (held, self.shares_memory(peer)), copy)
+        return fetched
 
     def ping(self, peer: int) -> Future[Any]:
         # An operator of torch's is answered without the peer's interpreter, whose lock an env may
         # hold.
-        return self._ask(Future(), peer, torch.add, PING)
+        return self._future(peer, torch.add, PING)
 
     def shares_memory(self, peer: int) -> bool:
         known = self._peers.get(peer)
@@ -134,55 +135,54 @@ class RpcTransport(Transport):
         for peer in peers:
             self._pending.fail(peer)
 
-    def _copied(
-        self, peer: int, known: AgentPeer | None, sent: PendingAnswer, fetched: AnyAnswer
-    ) -> AnyAnswer:
-        """Complete ``fetched`` once a peer has sent a rollout, and return it.
+    def _copy(
+        self,
+        peer: int,
+        known: AgentPeer | None,
+        deliver: Deliver,
+        sent: list[Any],
+        error: BaseException | None,
+    ) -> None:
+        """Deliver a rollout, and copy what of it lies in the memory of a peer.
 
         Args:
             peer: the worker of the rollout.
             known: the same; None: it was gone before it was asked.
+            deliver: gets the tensors.
             sent: tensors, or SharedTensors where this process copies them from the peer's memory.
-            fetched: gets the tensors.
+            error: the peer sent nothing.
         """
 
-        def copy_all(tensors: list[Any]) -> None:
+        def copy_all() -> None:
             try:
-                copies = [_copy(tensor, known) for tensor in tensors]
-            except OSError as error:
-                fetched.set_exception(peer_is_gone(peer, error))
-            except Exception as error:  # noqa: BLE001 - raised where the rollout is waited for
-                fetched.set_exception(error)
+                copies = [_copy(tensor, known) for tensor in sent]
+            except OSError as cause:
+                deliver(None, peer_is_gone(peer, cause))
+            except Exception as cause:  # noqa: BLE001 - raised where the rollout is waited for
+                deliver(None, cause)
             else:
-                fetched.set_result(copies)
+                deliver(copies, None)
 
-        def arrived(sent: PendingAnswer) -> None:
-            error = sent.exception()
-            if error is not None:
-                fetched.set_exception(error)
-                return
-            tensors = sent.result()
-            shared = [tensor for tensor in tensors if isinstance(tensor, SharedTensor)]
-            if sum(tensor.nbytes for tensor in shared) > _COPIED_AT_ONCE_BYTES:
-                self._copier.submit(copy_all, tensors)
-            else:
-                copy_all(tensors)
+        if error is not None:
+            deliver(None, error)
+            return
+        shared = [tensor.nbytes for tensor in sent if isinstance(tensor, SharedTensor)]
+        if sum(shared) > _COPIED_AT_ONCE_BYTES:
+            self._copier.put(copy_all)
+        else:
+            copy_all()
 
-        sent.add_done_callback(arrived)
-        return fetched
+    def _future(self, peer: int, function: Any, args: tuple[Any, ...]) -> Future[Any]:
+        """Call a function in a peer's process."""
+        answer: Future[Any] = Future()
+        self._ask(peer, function, args, partial(settle, answer))
+        return answer
 
-    def _ask(
-        self,
-        answer: AnyAnswer,
-        peer: int,
-        function: Any,
-        args: tuple[Any, ...],
-        read: Callable[[Any], Any] = lambda value: value,
-    ) -> AnyAnswer:
-        """Call a function in a peer's process; ``answer`` gets what ``read`` makes of the value."""
-        self._pending.expect(peer, answer)
+    def _ask(self, peer: int, function: Any, args: tuple[Any, ...], deliver: Deliver) -> None:
+        """Call a function in a peer's process; ``deliver`` gets the answer."""
+        answer = self._pending.expect(peer, deliver)
 
-        def deliver(done: torch.futures.Future[Any]) -> None:
+        def arrived(done: torch.futures.Future[Any]) -> None:
             try:
                 outcome = done.value()
             except Exception as error:  # noqa: BLE001 - torch has no type for a broken connection
@@ -191,15 +191,14 @@ class RpcTransport(Transport):
             if isinstance(outcome, Failure):
                 self._pending.complete(answer, error=outcome.error())
             else:
-                self._pending.complete(answer, read(outcome))
+                self._pending.complete(answer, outcome)
 
         try:
-            self._agents.call(self._peers[peer], function, args).add_done_callback(deliver)
+            self._agents.call(self._peers[peer], function, args).add_done_callback(arrived)
         except (KeyError, RuntimeError) as error:
             self._pending.complete(answer, error=peer_is_gone(peer, error))
         except Exception as error:  # noqa: BLE001 - an argument can't be pickled: nothing was sent
             self._pending.complete(answer, error=error)
-        return answer
 
 
 def _copy(tensor: Any, known: AgentPeer | None) -> torch.Tensor:

@@ -150,7 +150,7 @@ class RpcAgents:
         with _listening_on(interface_of(self.address)):
             agent = rpc.TensorPipeAgent(self._store, name, _OWN_NUMBER, None, options, {}, [])
             if self._agent is not None:
-                self._old[self._agent] = [each for user in self.users for each in user.open]
+                self._old[self._agent] = [each for user in self.users for each in list(user.open)]
                 rpc.api._reset_current_rpc_agent()
             self._agent = agent
             rpc.api._init_rpc_states(agent)  # starts it: now it looks for its address
@@ -178,7 +178,7 @@ class RpcAgents:
             self._enroll(peer)
             self._peers.add(peer)
             for agent, pending in list(self._old.items()):
-                if all(answer.done() for answer in pending):
+                if all(answer.is_done for answer in pending):
                     del self._old[agent]
                     run_aside(agent.shutdown)  # as it joins the agent's own threads
         return peer

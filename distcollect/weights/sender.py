@@ -21,9 +21,9 @@ from typing import Any, TypeAlias
 import torch
 
 from distcollect.common.clock import clock_ns
-from distcollect.common.replies import missing
 from distcollect.common.signals import Wakeup
 from distcollect.common.threads import SerialThread
+from distcollect.common.waiting import missing
 from distcollect.config import WeightSync
 from distcollect.errors import DistCollectError, WeightsTimeout, WorkerError, WorkerLost
 from distcollect.policy.weight_encoding import WeightEncoding

@@ -22,10 +22,10 @@ import torch
 
 from distcollect.common import gpus
 from distcollect.common.memory_segment import Segment
-from distcollect.common.replies import answer
 from distcollect.common.shared_memory import allocate, sample_of_memory
 from distcollect.common.step_counter import StepCounter, Task
 from distcollect.common.threads import do_jobs
+from distcollect.common.waiting import answer
 from distcollect.engine.base import EngineBase
 from distcollect.engine.build import build_engine, build_evaluator
 from distcollect.engine.evaluator import Evaluator

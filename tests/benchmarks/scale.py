@@ -23,15 +23,13 @@ import torch
 from torch import nn
 
 from benchmarks.items import Values
-from distcollect.common.replies import Reply
 from distcollect.config import Staleness, WeightSync
 from distcollect.policy.weight_layout import WeightLayout
 from distcollect.pool.pool import Pool
 from distcollect.pool.worker_slots import BatchPlan
 from distcollect.rollout.header import Header
-from distcollect.rollout.layout import Tensors
 from distcollect.roster.membership import Membership, Start
-from distcollect.transport.protocol import CollectRequest
+from distcollect.transport.protocol import CollectRequest, Deliver
 from distcollect.transport.worker_service import WeightSource, WorkerService
 from distcollect.weights.sender import WeightSender
 from distcollect.weights.updaters import InlineSource, WeightUpdaterBase
@@ -54,8 +52,8 @@ class _Offer:
 
     header: Header
 
-    def fetch(self) -> Reply[Tensors]:
-        return Reply.of([])
+    def fetch(self, deliver: Deliver) -> None:
+        deliver([], None)
 
     def decline(self) -> None: ...
 
@@ -66,7 +64,7 @@ class _Simulation:
     def __init__(self, *, has_thread: bool) -> None:
         """``has_thread``: a thread answers; False: the thread that requests does."""
         self._has_thread = has_thread
-        self._open: queue.SimpleQueue[tuple[int, CollectRequest, Reply[Any]]] = queue.SimpleQueue()
+        self._open: queue.SimpleQueue[tuple[int, CollectRequest, Deliver]] = queue.SimpleQueue()
         self._num_rollouts: dict[int, int] = {}
         self.workers: dict[int, tuple[int, int]] = {}  # worker_id and incarnation, by peer
         self._answering_s = 0.0  # of CPU, in what the pool does with the answers
@@ -74,17 +72,17 @@ class _Simulation:
         self._thread.start()
 
     def close(self) -> None:
-        self._open.put((-1, CollectRequest(0), Reply()))
+        self._open.put((-1, CollectRequest(0), lambda *_: None))
         self._thread.join(_LIMIT_S)
 
     def _answer_all(self) -> None:
         while True:
-            peer, request, answer = self._open.get()
+            peer, request, deliver = self._open.get()
             if peer < 0:
                 return
             offer = self._rollout(peer, self.workers[peer], request)
             begin = time.thread_time()
-            answer.set_result(offer)
+            deliver(offer, None)
             self._answering_s += time.thread_time() - begin
 
     def _rollout(self, peer: int, worker: tuple[int, int], request: CollectRequest) -> _Offer:
@@ -104,12 +102,11 @@ class _Simulation:
 
     # The transport.
 
-    def collect(self, peer: int, request: CollectRequest) -> Reply[Any]:
-        if not self._has_thread:
-            return Reply.of(self._rollout(peer, self.workers[peer], request))
-        answer: Reply[Any] = Reply()
-        self._open.put((peer, request, answer))
-        return answer
+    def collect(self, peer: int, request: CollectRequest, deliver: Deliver) -> None:
+        if self._has_thread:
+            self._open.put((peer, request, deliver))
+        else:
+            deliver(self._rollout(peer, self.workers[peer], request), None)
 
     def call(self, peer: int, method: Any, *args: Any) -> Future[Any]:
         return _done(args[0].version if method is WorkerService.receive_weights else None)

@@ -26,7 +26,7 @@ class ReadyRollout:
         self.request = request
         self.declined = False
 
-    def fetch(self) -> Any:
+    def fetch(self, deliver: Any) -> Any:
         raise AssertionError("the test says when it arrives")
 
     def decline(self) -> None:

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
-from distcollect.common.replies import Reply
-from distcollect.rollout.header import Header
+from distcollect.common.waiting import settle
 from distcollect.rollout.layout import Tensors
 from distcollect.transport.failure import Failure
 from distcollect.transport.pending_answers import PendingAnswers, peer_is_gone
-from distcollect.transport.protocol import CollectRequest, Offer, Service, call_service
+from distcollect.transport.protocol import (
+    CollectRequest,
+    Deliver,
+    Offer,
+    Service,
+    call_service,
+)
 from distcollect.transport.worker_service import WorkerService
 
 
@@ -36,13 +42,20 @@ class LoopbackTransport:
         return self._services.get(peer)
 
     def call(self, peer: int, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
-        answer = self._pending.expect(peer, Future())
+        answer: Future[Any] = Future()
+        self._ask(partial(settle, answer), peer, method, *args, **kwargs)
+        return answer
+
+    def _ask(
+        self, deliver: Deliver, peer: int, method: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> None:
+        answer = self._pending.expect(peer, deliver)
         service = self._services.get(peer)
         if service is None:
             self._pending.complete(answer, error=peer_is_gone(peer))
-            return answer
+            return
 
-        def deliver(done: Future[Any]) -> None:
+        def arrived(done: Future[Any]) -> None:
             error = done.exception()
             if error is None:
                 self._pending.complete(answer, done.result())
@@ -50,33 +63,48 @@ class LoopbackTransport:
                 failure = Failure.of(error, service.worker_id)
                 self._pending.complete(answer, error=failure.error())
 
-        call_service(service, method.__name__, args, kwargs).add_done_callback(deliver)
-        return answer
+        call_service(service, method.__name__, args, kwargs).add_done_callback(arrived)
 
-    def collect(self, peer: int, request: CollectRequest) -> Reply[Offer]:
-        def offer(rollout: tuple[Header, Tensors]) -> Offer:
-            header, tensors = rollout
-            return Offer(header, lambda: Reply.of(self._copies_of(tensors)))
+    def collect(self, peer: int, request: CollectRequest, deliver: Deliver) -> None:
+        def offer(rollout: Any, error: BaseException | None) -> None:
+            if error is None:
+                header, tensors = rollout
+                fetch = partial(self._deliver_copies, tensors, None)
+                deliver(Offer(header, fetch), None)
+            else:
+                deliver(None, error)
 
-        collected = self.call(peer, WorkerService.collect, request)
-        return _then(collected, Reply(), offer)
+        self._ask(offer, peer, WorkerService.collect, request)
 
     def hand_over(self, peer: int, sequence: int, key: str, keep_s: float) -> Future[str]:
-        kept = self.call(peer, WorkerService.hand_over, sequence, key, keep_s)
-        return _then(kept, Future(), lambda _: key)
+        kept: Future[str] = Future()
+
+        def deliver(_: None, error: BaseException | None) -> None:
+            settle(kept, key, error)
+
+        self._ask(deliver, peer, WorkerService.hand_over, sequence, key, keep_s)
+        return kept
 
     def fetch_handover(self, peer: int, held: str) -> Future[Tensors]:
-        read = self.call(peer, WorkerService.read_handover, held, False)
-        return _then(read, Future(), self._copies_of)
+        fetched: Future[Tensors] = Future()
 
-    def _copies_of(self, tensors: Tensors) -> Tensors:
-        self.bytes_fetched += sum(tensor.nbytes for tensor in tensors)
-        return [tensor.clone() for tensor in tensors]
+        def deliver(tensors: Tensors, error: BaseException | None) -> None:
+            self._deliver_copies(tensors, error, partial(settle, fetched))
+
+        self._ask(deliver, peer, WorkerService.read_handover, held, False)
+        return fetched
+
+    def _deliver_copies(
+        self, tensors: Tensors, error: BaseException | None, deliver: Deliver
+    ) -> None:
+        if error is None:
+            self.bytes_fetched += sum(tensor.nbytes for tensor in tensors)
+            tensors = [tensor.clone() for tensor in tensors]
+        deliver(tensors, error)
 
     def ping(self, peer: int) -> Future[Any]:
-        answer = self._pending.expect(peer, Future())
-        error = None if peer in self._services else peer_is_gone(peer)
-        self._pending.complete(answer, error=error)
+        answer: Future[Any] = Future()
+        settle(answer, None, None if peer in self._services else peer_is_gone(peer))
         return answer
 
     def shares_memory(self, peer: int) -> bool:
@@ -95,15 +123,18 @@ class LoopbackTransport:
             self.disconnect(peer)
 
 
-def _then(done: Future[Any], answer: Any, read: Callable[[Any], Any]) -> Any:
-    """Return ``answer``, which gets what ``read`` makes of the value once that is there."""
-
-    def deliver(done: Future[Any]) -> None:
-        error = done.exception()
-        if error is None:
-            answer.set_result(read(done.result()))
-        else:
-            answer.set_exception(error)
-
-    done.add_done_callback(deliver)
+def answer_of(ask: Callable[..., object], *args: Any) -> Future[Any]:
+    """Call a method that takes a :data:`Deliver` last; return the answer as a future."""
+    answer: Future[Any] = Future()
+    ask(*args, partial(settle, answer))
     return answer
+
+
+def pass_on(answer: Future[Any], deliver: Deliver) -> None:
+    """Give ``deliver`` what a future gets."""
+
+    def pass_it(done: Future[Any]) -> None:
+        error = done.exception()
+        deliver(None if error else done.result(), error)
+
+    answer.add_done_callback(pass_it)

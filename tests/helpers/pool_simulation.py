@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from helpers.loopback_transport import pass_on
 
 from distcollect.config import Staleness
 from distcollect.errors import BatchTimeout, DeadlineError, DistCollectError, WorkerLost
@@ -18,7 +19,7 @@ from distcollect.pool.requests import origin
 from distcollect.pool.worker_slots import BatchPlan
 from distcollect.rollout.header import Header, Rollout
 from distcollect.rollout.layout import Tensors
-from distcollect.transport.protocol import NUM_SLABS, CollectRequest, Offer
+from distcollect.transport.protocol import NUM_SLABS, CollectRequest, Deliver, Offer
 from distcollect.transport.worker_service import WorkerService
 from distcollect.weights.push_handle import PushHandle
 
@@ -56,16 +57,16 @@ class RolloutRequest:
     def key(self) -> tuple[int, int, int]:
         return (*self.process.key, self.number)
 
-    def fetch(self) -> Future[Tensors]:
+    def fetch(self, deliver: Deliver) -> None:
         assert self.fetched is None, "fetched twice"
         assert not self.declined, "fetched after it was declined"
         if self.process.peer == self.process.run.evicted:
             self.fetched = self.process.run.lost()
-            return self.fetched
-        self.fetched = Future()
-        if self.process.run.rng.random() < self.process.run.inline:
-            self.arrive()  # it was sent with its header
-        return self.fetched
+        else:
+            self.fetched = Future()
+            if self.process.run.rng.random() < self.process.run.inline:
+                self.arrive()  # it was sent with its header
+        pass_on(self.fetched, deliver)
 
     def arrive(self) -> None:
         assert self.fetched is not None
@@ -187,9 +188,10 @@ class Run:
 
     # The transport.
 
-    def collect(self, peer: int, request: CollectRequest) -> Future[Offer]:
+    def collect(self, peer: int, request: CollectRequest, deliver: Deliver) -> None:
         if peer == self.evicted:
-            return self.lost()
+            pass_on(self.lost(), deliver)
+            return
         process = self.by_peer[peer]
         worker_id = process.key[0]
         about = f"{process.key}: {self.about}"
@@ -210,7 +212,7 @@ class Run:
             assert self.has[worker_id] == newest, f"begins with old weights {about}"
         request = RolloutRequest(process, Future())
         process.request.append(request)
-        return request.answer
+        pass_on(request.answer, deliver)
 
     def lost(self) -> Future[Any]:
         """The answer of a process that was evicted, and that the pool has yet to lose."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.loopback_transport import LoopbackTransport
+from helpers.loopback_transport import LoopbackTransport, answer_of
 from helpers.paths import TESTS
 from helpers.scripts.rpc_peer import WORKER_ID, Service, rollout
 from helpers.waiting import stop_process
@@ -53,7 +53,7 @@ class World:
     def offered(self, num_steps: int, **request: Any) -> Offer:
         """Have the peer collect a rollout."""
         wanted = CollectRequest(num_steps, **request)
-        return self.transport.collect(self.peer, wanted).result(SOON_S)
+        return answer_of(self.transport.collect, self.peer, wanted).result(SOON_S)
 
     def close(self) -> None:
         self.transport.close()
@@ -156,11 +156,11 @@ class TransportContract:
     def test_a_rollout_is_offered_then_fetched(self, world: Any, num_steps: int) -> None:
         offer = world.offered(num_steps)
         assert (offer.header.num_frames, offer.header.policy_version) == (num_steps, (3, 5))
-        tensors = offer.fetch().result(SOON_S)
+        tensors = answer_of(offer.fetch).result(SOON_S)
         check(tensors, num_steps)
         for tensor in tensors:
             tensor.zero_()  # they belong to us: the next rollout does not change them
-        check(world.offered(num_steps).fetch().result(SOON_S), num_steps)
+        check(answer_of(world.offered(num_steps).fetch).result(SOON_S), num_steps)
         with pytest.raises(dc.WorkerError, match="no rollout today"):
             world.offered(1, random=True)
 
@@ -177,7 +177,7 @@ class TransportContract:
                 offer = world.offered(LARGE)
                 assert offer.header.num_bytes == size
                 if wanted:
-                    check(offer.fetch().result(SOON_S), LARGE)
+                    check(answer_of(offer.fetch).result(SOON_S), LARGE)
                 else:
                     offer.decline()
                 del offer
@@ -197,7 +197,7 @@ class TransportContract:
         for answer in (
             pending,
             world.transport.call(world.peer, Service.echo),
-            world.transport.collect(world.peer, CollectRequest(SMALL)),
+            answer_of(world.transport.collect, world.peer, CollectRequest(SMALL)),
             world.transport.ping(world.peer),
             world.transport.call(world.peer + 12_345, Service.echo),  # no peer ever had this id
         ):

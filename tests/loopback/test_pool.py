@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -14,8 +13,7 @@ from distcollect.config import Staleness
 from distcollect.pool.pool import Pool
 from distcollect.pool.worker_slots import BatchPlan
 from distcollect.rollout.header import Header
-from distcollect.rollout.layout import Tensors
-from distcollect.transport.protocol import CollectRequest
+from distcollect.transport.protocol import CollectRequest, Deliver
 
 
 class Offer:
@@ -24,10 +22,8 @@ class Offer:
     def __init__(self, header: Header) -> None:
         self.header = header
 
-    def fetch(self) -> Future[Tensors]:
-        fetched: Future[Tensors] = Future()
-        fetched.set_result([])
-        return fetched
+    def fetch(self, deliver: Deliver) -> None:
+        deliver([], None)
 
     def decline(self) -> None: ...
 
@@ -41,14 +37,12 @@ class Workers:
     def __init__(self) -> None:
         self.counts: Counter[int] = Counter()
 
-    def collect(self, peer: int, request: CollectRequest) -> Future[Offer]:
+    def collect(self, peer: int, request: CollectRequest, deliver: Deliver) -> None:
         sequence = self.counts[peer]
         self.counts[peer] += 1
         stepped = self.counts[peer] * FRAMES
         header = Header(peer, 0, sequence, FRAMES, FRAMES, 0, (0, 0), stepped=stepped)
-        answer: Future[Offer] = Future()
-        answer.set_result(Offer(header))
-        return answer
+        deliver(Offer(header), None)
 
     def acknowledged(self, worker_id: int) -> int:
         return 0

@@ -13,6 +13,7 @@ import torch
 from gymnasium.vector import AutoresetMode
 from helpers.counting_envs import CountingEnv, CountingMaker, CountingVectorEnv, Frame, check_frames
 from helpers.loopback_pool import LoopbackWorkers, loopback_collector
+from helpers.loopback_transport import answer_of
 from tensordict import TensorDict
 from torch import nn
 
@@ -215,7 +216,7 @@ def test_through_a_transport() -> None:
         [peer] = workers.peers.values()
         probe = workers.worker_infos[0]
         workers.transport.call(peer, WorkerService.preempt, 0).result(5)
-        offered = workers.transport.collect(peer, CollectRequest(5000))
+        offered = answer_of(workers.transport.collect, peer, CollectRequest(5000))
         assert Slow.stepped.wait(10)
         workers.transport.call(peer, WorkerService.preempt, 1).result(5)  # not the one under way
         workers.transport.call(peer, WorkerService.preempt, 0).result(5)
@@ -223,7 +224,7 @@ def test_through_a_transport() -> None:
         assert header.num_steps == 5000
         assert 1 <= header.num_frames // N < 100
         assert header.stepped == header.num_frames
-        tensors = offered.result().fetch().result(10)
+        tensors = answer_of(offered.result().fetch).result(10)
         batch = assemble(probe.layout, [Rollout(header, tensors)], mask=True)
         assert int(batch["collector", "mask"].sum()) == header.num_frames
         steps = header.num_frames // N

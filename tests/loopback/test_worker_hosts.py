@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from distcollect.common import reminder
+from distcollect.common import waiting
 from distcollect.common.process_exit import ProcessExit
 from distcollect.errors import CollectorStateError, DeadlineError, LaunchError
 from distcollect.launch.open_hosts import open_hosts, set_launched
@@ -72,7 +72,7 @@ def test_processes_end_with_their_supervisors_connection(
 def test_the_log_says_which_ranks_are_awaited(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(reminder, "FIRST_S", 0.02)
+    monkeypatch.setattr(waiting, "FIRST_S", 0.02)
     hosts = WorkerHosts("127.0.0.1", "a token", num_ranks=4)
     try:
         welcome(hosts, Connection(rank=2))

@@ -13,6 +13,7 @@ from typing import cast
 
 import pytest
 import torch
+from helpers.loopback_transport import answer_of
 from helpers.scripts.rpc_peer import WORKER_ID, Service
 from helpers.transport_contract import (
     LARGE,
@@ -54,9 +55,9 @@ def test_a_small_rollout_comes_with_its_header_and_a_large_one_stays(world: Rpc)
     assert offers[SMALL].header.num_bytes < INLINE_BYTES < offers[LARGE].header.num_bytes
     world.kill()
     world.processes[0].wait(SOON_S)
-    check(offers[SMALL].fetch().result(1), SMALL)
+    check(answer_of(offers[SMALL].fetch).result(1), SMALL)
     with pytest.raises(dc.WorkerLost):
-        offers[LARGE].fetch().result(SOON_S)
+        answer_of(offers[LARGE].fetch).result(SOON_S)
     world.transport.disconnect(world.peer)
 
 
@@ -71,23 +72,23 @@ def test_a_rollout_that_stays_with_its_worker_is_an_rref_of_it(world: Rpc) -> No
     assert num_rrefs(world) == (0, 0)
     first = offered(LARGE)
     assert num_rrefs(world) == (1, 1)
-    check(first.fetch().result(SOON_S), LARGE)
-    check(small.fetch().result(SOON_S), SMALL)
+    check(answer_of(first.fetch).result(SOON_S), LARGE)
+    check(answer_of(small.fetch).result(SOON_S), SMALL)
     assert num_rrefs(world) == (0, 0)
     declined = [offered(LARGE) for _ in range(20)]
     for offer in declined:
         offer.decline()
     assert num_rrefs(world) == (NUM_SLABS, NUM_SLABS)
     unfetched = offered(LARGE)
-    check(offered(LARGE).fetch().result(SOON_S), LARGE)
-    check(unfetched.fetch().result(SOON_S), LARGE)
+    check(answer_of(offered(LARGE).fetch).result(SOON_S), LARGE)
+    check(answer_of(unfetched.fetch).result(SOON_S), LARGE)
     assert num_rrefs(world) == (0, 0)
 
 
 def test_a_rollout_whose_memory_was_used_again_is_gone(world: Rpc) -> None:
     old, *_ = [world.offered(LARGE) for _ in range(1 + NUM_SLABS)]
     with pytest.raises(dc.WorkerError, match="its memory has been used again"):
-        old.fetch().result(SOON_S)
+        answer_of(old.fetch).result(SOON_S)
 
 
 def test_a_rollout_is_handed_over_as_an_rref(world: Rpc) -> None:
@@ -213,12 +214,12 @@ def test_peers_come_and_go_without_end(world: Rpc, monkeypatch: pytest.MonkeyPat
     assert address is not None
     threads = num_threads()
     owed = transport.call(peer, Service.later, "key")
-    offer = transport.collect(peer, CollectRequest(LARGE)).result(SOON_S)
+    offer = answer_of(transport.collect, peer, CollectRequest(LARGE)).result(SOON_S)
     for further in range(2**15 - 1, 2**15 + 20):  # as if each were another process
         transport.connect(further, address)
         assert transport.call(further, Service.echo, further).result(SOON_S) == (further,)
         transport.disconnect(further)
-    check(offer.fetch().result(SOON_S), LARGE)
+    check(answer_of(offer.fetch).result(SOON_S), LARGE)
     transport.call(peer, Service.release, "key", 1).result(SOON_S)
     assert owed.result(SOON_S) == 1
 
@@ -245,9 +246,9 @@ def test_rrefs_of_workers_that_replace_each_other(num_workers: int) -> None:
             peer = identity().new_peer()
             transport.connect(peer, PeerAddress(endpoint))
             steps = LARGE + worker
-            offer = transport.collect(peer, CollectRequest(steps)).result(SOON_S)
+            offer = answer_of(transport.collect, peer, CollectRequest(steps)).result(SOON_S)
             assert transport.call(peer, Service.num_rrefs).result(SOON_S) == (1, 1)
-            check(offer.fetch().result(SOON_S), steps)
+            check(answer_of(offer.fetch).result(SOON_S), steps)
             assert transport.call(peer, Service.num_rrefs).result(SOON_S) == (0, 0)
             os.kill(int(pid), signal.SIGKILL)
             transport.disconnect(peer)
@@ -297,11 +298,13 @@ def test_whatever_fails_while_a_rollout_is_copied_is_raised_where_it_is_waited_f
     transport = RpcTransport("127.0.0.1")
     try:
         transport.connect(1, PeerAddress(server.endpoint, sample_of_memory()))
-        offers = [transport.collect(1, CollectRequest(1)).result(SOON_S) for _ in range(2)]
-        assert offers[0].fetch().result(SOON_S)[0].numel() == 1 << 20
+        offers = [
+            answer_of(transport.collect, 1, CollectRequest(1)).result(SOON_S) for _ in range(2)
+        ]
+        assert answer_of(offers[0].fetch).result(SOON_S)[0].numel() == 1 << 20
         monkeypatch.setattr(tensor_cache, "copy_of", no_memory)
         with pytest.raises(MemoryError, match="no room"):
-            offers[1].fetch().result(SOON_S)
+            answer_of(offers[1].fetch).result(SOON_S)
     finally:
         transport.close()
         server.close()

@@ -18,7 +18,7 @@ from helpers.envs import ProcessIdEnv
 from helpers.marked import Marked
 
 import distcollect as dc
-from distcollect.common import reminder
+from distcollect.common import waiting
 from distcollect.launch.worker_hosts import WorkerHosts
 
 SOON_S = 60
@@ -57,7 +57,7 @@ class TouchesFile(logging.Handler):
 def test_the_log_says_who_is_awaited(
     marked: Marked, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(reminder, "FIRST_S", 0.2)
+    monkeypatch.setattr(waiting, "FIRST_S", 0.2)
     handler = TouchesFile(tmp_path / "said")
     package = logging.getLogger("distcollect")
     package.addHandler(handler)

@@ -34,6 +34,7 @@ from helpers.fragile_envs import (
     steps_of,
 )
 from helpers.loopback_pool import LoopbackWorkers
+from helpers.loopback_transport import answer_of
 from helpers.policies import SummingPolicy
 from tensordict import TensorDict
 
@@ -368,7 +369,7 @@ def test_the_header_tells_how_often_an_env_raised() -> None:
     try:
         [peer] = workers.peers.values()
         for env_faults in (2, 3, 3):
-            header = workers.transport.collect(peer, CollectRequest(T)).result(30).header
+            header = answer_of(workers.transport.collect, peer, CollectRequest(T)).result(30).header
             assert header.env_faults == env_faults
             assert (header.num_frames, header.num_steps) == (N * T, T)
         assert header.stepped == 3 * N * T

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from distcollect.common import reminder
-from distcollect.common.reminder import Reminder, wait_for
+from distcollect.common import waiting
+from distcollect.common.waiting import Reminder, wait_for
 from distcollect.roster.membership import WorkerPhase
 from distcollect.roster.process import Process
 from distcollect.roster.start_report import start_report
@@ -23,7 +23,7 @@ def test_a_wait_is_mentioned_less_and_less_often() -> None:
 
 
 def test_waiting_reminds_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reminder, "FIRST_S", 0.01)
+    monkeypatch.setattr(waiting, "FIRST_S", 0.01)
     changed, reminders = threading.Condition(), list[float]()
     with changed:
         assert wait_for(changed, lambda: len(reminders) > 1, 60.0, reminders.append)

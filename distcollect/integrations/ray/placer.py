@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from distcollect.common.forks import Owner
-from distcollect.common.reminder import Reminder
+from distcollect.common.waiting import Reminder
 from distcollect.errors import LaunchError
 from distcollect.integrations.ray import cluster as ray_cluster
 from distcollect.integrations.ray.actor import RayWorker

@@ -1,15 +1,20 @@
-"""When to say that something is still waited for."""
+"""Waiting: for the answers of other threads and processes, and when to say that one still waits."""
 
 from __future__ import annotations
 
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from distcollect.common import signals
-from distcollect.common.signals import WAKEUP_INTERVAL_S
+from distcollect.common.signals import WAKEUP_INTERVAL_S, Wakeup
+
+K = TypeVar("K")
+T = TypeVar("T")
 
 # Workers usually start in less.
 FIRST_S = 10.0
@@ -66,3 +71,38 @@ def wait_for(
             remind(now - reminder.began)
         changed.wait(min(reminder.at - now, deadline - now, WAKEUP_INTERVAL_S))
     return True
+
+
+def answer(future: Future[T], function: Callable[..., T], *args: Any) -> None:
+    """Call ``function``; ``future`` gets what it returns or raises."""
+    try:
+        value = function(*args)
+    except Exception as error:  # noqa: BLE001 - it is raised where the answer is waited for
+        future.set_exception(error)
+    else:
+        future.set_result(value)
+
+
+def settle(future: Future[T], value: T, error: BaseException | None) -> None:
+    """Give ``future`` a value, or the error in its place."""
+    if error is None:
+        future.set_result(value)
+    else:
+        future.set_exception(error)
+
+
+def arrives(answer: Future[Any], timeout_s: float) -> bool:
+    """Wait up to ``timeout_s`` for ``answer``; return True if it came (a result or an error)."""
+    if answer.done():
+        return True
+    wakeup = Wakeup()
+    answer.add_done_callback(lambda _: wakeup.ring())
+    return wakeup.wait_until(answer.done, timeout_s)
+
+
+def missing(answers: Mapping[K, Future[Any]], timeout_s: float) -> list[K]:
+    """Wait up to ``timeout_s`` for all ``answers``; return the keys of those that are missing."""
+    deadline = time.monotonic() + timeout_s
+    return [
+        key for key, answer in answers.items() if not arrives(answer, deadline - time.monotonic())
+    ]
