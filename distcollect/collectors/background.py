@@ -23,18 +23,18 @@ class Background:
         error: the error that ended it; None: none did.
     """
 
-    def __init__(self, collect: Callable[[], bool], limit: RateLimited | None) -> None:
+    def __init__(self, collect: Callable[[], bool | None], limit: RateLimited | None) -> None:
         """Prepare the thread; :meth:`begin` starts it.
 
         Args:
-            collect: collects one batch; returns False if there are no more.
+            collect: collects one batch; returns True if there are more.
             limit: the buffer, if it limits when a batch may be added.
         """
         self.error: BaseException | None = None
         self._collect = collect
         self._limit = limit
-        self._turn = threading.RLock()  # of the thread that collects, or of one that pauses it
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # of these three
+        self._is_collecting = False
         self._num_pauses = 0  # that last, or that threads wait for
         self._stop_requested = False
         self._thread = threading.Thread(target=self._run, name="distcollect-collect", daemon=True)
@@ -72,9 +72,15 @@ class Background:
                 self._changed.wait_for(lambda: self._stop_requested or not self._num_pauses)
             if self._limit is not None:
                 self._limit.wait_to_insert(self._may_collect)
-            with self._turn:
-                if self._may_collect():
-                    return self._collect()
+            with self._changed:
+                self._is_collecting = self._may_collect()
+            if self._is_collecting:
+                try:
+                    return bool(self._collect())
+                finally:
+                    with self._changed:
+                        self._is_collecting = False
+                        self._changed.notify_all()
         return False
 
     def _may_collect(self) -> bool:
@@ -90,20 +96,16 @@ class Background:
         with self._changed:
             self._num_pauses += 1
         try:
-            deadline = time.monotonic() + timeout_s
-            while not self._turn.acquire(
-                timeout=max(0.0, min(deadline - time.monotonic(), WAKEUP_INTERVAL_S))
-            ):
-                signals.check()
-                if time.monotonic() >= deadline:
-                    raise DeadlineError(
-                        f"pause() waited {timeout_s:g} s for the batch that is being collected; "
-                        "give it a longer timeout_s"
-                    )
-            try:
-                yield
-            finally:
-                self._turn.release()
+            is_own = threading.current_thread() is self._thread  # a hook, or the user's buffer
+            is_idle = signals.wait_for(
+                self._changed, lambda: is_own or not self._is_collecting, timeout_s
+            )
+            if not is_idle:
+                raise DeadlineError(
+                    f"pause() waited {timeout_s:g} s for the batch that is being collected; give "
+                    "it a longer timeout_s"
+                )
+            yield
         finally:
             with self._changed:
                 self._num_pauses -= 1

@@ -21,10 +21,9 @@ from torch import nn
 from distcollect.collectors import validation
 from distcollect.collectors.background import Background
 from distcollect.collectors.finalizer import Finalizer
-from distcollect.collectors.flow import Backend, Flow, Hooks
+from distcollect.collectors.flow import PATIENCE_IN_BACKGROUND, Backend, Flow, Hooks
 from distcollect.collectors.options import CollectorOptions
 from distcollect.collectors.replay import RateLimited, ReplayBuffer
-from distcollect.collectors.unpublished import PATIENCE_IN_BACKGROUND
 from distcollect.common import checks, signals, tensor_cache
 from distcollect.common.forks import Owner
 from distcollect.common.seeding import Stream, checked_seed, env_seed
@@ -43,30 +42,20 @@ from distcollect.weights.push_handle import PushHandle
 log = logging.getLogger(__name__)
 
 _Self = TypeVar("_Self", bound="DataCollectorBase")
+_T = TypeVar("_T")
 
 _STATE_FORMAT = 2
-_FORMATS = (1, _STATE_FORMAT)  # that can be loaded
 # For a thread that was told to end, and whose workers are gone.
 JOIN_TIMEOUT_S = 10.0
 # For the last statistics to be written.
 _MONITOR_LIMIT_S = 60.0
 
 
-class _Batches(Iterator[TensorDict]):
-    """Iterates over a collector. Unlike a generator it goes on after an exception."""
-
-    def __init__(self, collector: DataCollectorBase) -> None:
-        self._collector = collector
-
-    def __next__(self) -> TensorDict:
-        return self._collector.next()
-
-
-def _weakly(method: Callable[[], Stats]) -> Callable[[], Stats | None]:
-    """Calls ``method``; returns None once the method's object is gone."""
+def _weakly(method: Callable[[], _T]) -> Callable[[], _T | None]:
+    """Return a function that calls ``method``; it returns None once the method's object is gone."""
     reference = weakref.WeakMethod(method)
 
-    def call() -> Stats | None:
+    def call() -> _T | None:
         found = reference()
         return None if found is None else found()
 
@@ -229,7 +218,7 @@ class DataCollectorBase(ABC):
 
     def __iter__(self) -> Iterator[TensorDict]:
         """Batches until ``total_frames`` are collected; a second loop continues."""
-        return _Batches(self)
+        return self
 
     def __next__(self) -> TensorDict:
         """The same as :meth:`next`, so that ``next(collector)`` works."""
@@ -316,15 +305,9 @@ class DataCollectorBase(ABC):
             )
         with self._flow:
             pass  # no other thread waits for a batch
-        # Weakly, as the workers must end when the user drops the collector.
-        fill = weakref.WeakMethod(self._fill)
-
-        def collect() -> bool:
-            found = fill()
-            return found is not None and found()
-
         limit = buffer if isinstance(buffer, RateLimited) else None
-        background = Background(collect, limit)
+        # Weakly, as the workers must end when the user drops the collector.
+        background = Background(_weakly(self._fill), limit)
         self._use(background)
         background.begin()
         self._background = background
@@ -511,7 +494,7 @@ class DataCollectorBase(ABC):
     @pre_collect_hook.setter
     def pre_collect_hook(self, hook: Callable[[], Any] | None) -> None:
         validation.check_one("pre_collect_hook", hook)
-        self._set_hooks(Hooks(hook, self._backend.hooks.post_collect))
+        self._set_hooks(self._backend.hooks._replace(pre_collect=hook))
 
     @property
     def post_collect_hook(self) -> Callable[[TensorDict], Any] | None:
@@ -524,7 +507,7 @@ class DataCollectorBase(ABC):
     @post_collect_hook.setter
     def post_collect_hook(self, hook: Callable[[TensorDict], Any] | None) -> None:
         validation.check_one("post_collect_hook", hook)
-        self._set_hooks(Hooks(self._backend.hooks.pre_collect, hook))
+        self._set_hooks(self._backend.hooks._replace(post_collect=hook))
 
     def _set_hooks(self, hooks: Hooks) -> None:
         self._check_open()
@@ -793,7 +776,7 @@ class DataCollectorBase(ABC):
                 f"this collector has delivered {self.frames:,} frames: call "
                 "load_state_dict() on a new one, before its first batch"
             )
-        if not isinstance(state, Mapping) or state.get("format") not in _FORMATS:
+        if not isinstance(state, Mapping) or state.get("format") != _STATE_FORMAT:
             raise ArgumentError(
                 f"this is no state of a collector (format {_STATE_FORMAT}): {str(state)[:100]}; "
                 "give what state_dict() returned"
@@ -805,16 +788,13 @@ class DataCollectorBase(ABC):
                 f"the state has policy_version {state['policy_version']}, but this collector has "
                 f"published version {version} already: load the state first"
             )
-        next_traj_id = state["next_traj_id"]
-        if state["format"] == 1:
-            next_traj_id = identity().above_format_1(next_traj_id)
         again = self._version_before_load is not None
         self._version_before_load = version
         self._load_policy(state.get("policy_state_dict"), again)
         # From here on, workers may be waited for. If that is interrupted, load the state again.
         self._flow.frames = self._flow.resumed_frames = state["frames"]
         self._resumes = state["resumes"] + 1
-        self._backend.resume(state["policy_version"], next_traj_id, state["frames"])
+        self._backend.resume(state["policy_version"], state["next_traj_id"], state["frames"])
         if state["seed"] is not None:
             seed, static_seed = state["seed"]
             self.set_seed(env_seed(seed, self._resumes, stream=Stream.RESUMED), static_seed)

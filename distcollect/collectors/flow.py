@@ -5,21 +5,22 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from abc import ABC, abstractmethod
+import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 from tensordict import TensorDict
+from torch import nn
 
 from distcollect.collectors.batch_format import Rows, WholeTrajectories
 from distcollect.collectors.options import CollectorOptions
 from distcollect.collectors.replay import frames_for
-from distcollect.collectors.stacklevel import without_stop
-from distcollect.collectors.unpublished import UnpublishedChanges
+from distcollect.collectors.stacklevel import users_stack_level, without_stop
 from distcollect.common import checks
 from distcollect.errors import BatchTimeout, CollectorStateError
+from distcollect.policy.weight_layout import WeightLayout, state_tensors
 from distcollect.pool.publisher import WorkerIds
 from distcollect.pool.remote_calls import EnvCall
 from distcollect.results import Evaluation, LagStats, Stats
@@ -28,8 +29,48 @@ from distcollect.rollout.layout import Layout
 from distcollect.telemetry.recorder import StatsRecorder
 from distcollect.transport.worker_service import EvaluationRequest
 
-# Between two looks who has the turn, in seconds.
-_MOMENT_S = 0.01
+# A buffer is filled in the background at its own pace, so the loop may well publish later.
+PATIENCE_IN_BACKGROUND = 20
+
+
+class UnpublishedChanges:
+    """Notices changes of the weights, until some are published for the first time.
+
+    Changes are seen by the version counters of tensors, so not those by ``tensor.data``.
+
+    Attributes:
+        patience: number of batches that may be delivered with changed weights before it warns.
+    """
+
+    def __init__(
+        self, module: nn.Module | None, layout: WeightLayout, *, patience: int = 1
+    ) -> None:
+        """Watch the weights of ``module`` that ``layout`` has."""
+        self.patience = patience
+        state = state_tensors(module)
+        names = [entry.names[0] for entry in layout.entries]
+        self._tensors = [state[name] for name in names if name in state]
+        self._before = self._versions()
+        self._num_batches = 0
+
+    def batch_begins(self) -> None:
+        """Warn, once, if more batches than :attr:`patience` were delivered with changed weights."""
+        if self._versions() == self._before:
+            return
+        self._num_batches += 1
+        if self._num_batches <= self.patience:
+            return
+        self._tensors, self._before = [], []  # it warns once
+        warnings.warn(
+            "the policy's weights were changed, but its copies collect with those that they had "
+            "at the start: call collector.update_policy_weights_() after you have changed "
+            "them, or pass update_at_each_batch=True",
+            UserWarning,
+            stacklevel=users_stack_level(),
+        )
+
+    def _versions(self) -> list[int]:
+        return [t._version for t in self._tensors if not t.is_inference()]  # noqa: SLF001 - torch's
 
 
 class Hooks(NamedTuple):
@@ -62,7 +103,7 @@ class Collected:
     settle: Callable[[str | None], None]
 
 
-class Backend(ABC):
+class Backend(Protocol):
     """What steps the envs for a collector: this process, or workers.
 
     Attributes:
@@ -77,19 +118,16 @@ class Backend(ABC):
     frames_per_batch: int
     hooks: Hooks
     unpublished: UnpublishedChanges | None = None
-    publishing_outdates = True
+    publishing_outdates: bool = True
 
     @property
-    @abstractmethod
     def policy_version(self) -> int:
         """Version of the newest published weights."""
 
     @property
-    @abstractmethod
     def policy(self) -> Any:
         """The policy as it was given, or made by ``policy_factory``; None: random actions."""
 
-    @abstractmethod
     def collect(self, timeout_s: float, last: Sequence[int]) -> Collected:
         """Collect the rollouts of the next batch.
 
@@ -102,27 +140,21 @@ class Backend(ABC):
         """Return the batch as it is delivered."""
         return options.batch_format.processed(batch)
 
-    @abstractmethod
     def set_hooks(self, hooks: Hooks) -> None:
         """Call these from now on."""
 
-    @abstractmethod
     def seed(self, seed: int, static_seed: bool) -> int:
         """See :meth:`.DataCollectorBase.set_seed`."""
 
-    @abstractmethod
     def call(self, call: EnvCall, worker_ids: WorkerIds) -> dict[int, list[Any]]:
         """See :meth:`.DataCollectorBase.call`."""
 
-    @abstractmethod
     def evaluate(self, request: EvaluationRequest, worker_ids: WorkerIds) -> Evaluation:
         """See :meth:`.DataCollectorBase.evaluate`."""
 
-    @abstractmethod
     def resume(self, version: int, first_traj_id: int, frames: int) -> None:
         """Continue with this policy_version and traj_id; ``frames`` were collected before."""
 
-    @abstractmethod
     def snapshot(self, known: Stats) -> Stats:
         """Return ``known`` with all other fields filled in."""
 
@@ -133,20 +165,11 @@ class _Ready:
 
     Attributes:
         batch: the batch; None: all frames are collected, and no trajectory is whole.
-        collected: what it was made of, if that is settled with it.
-        is_settled: that is done.
+        collected: what it was made of, if that is still to be settled with it.
     """
 
     batch: TensorDict | None
     collected: Collected | None = None
-    is_settled: bool = False
-    _lock: threading.Lock = field(default_factory=threading.Lock)  # who comes second waits
-
-    def settle(self, cause: str | None) -> None:
-        with self._lock:
-            if self.collected is not None and not self.is_settled:
-                self.is_settled = True
-                self.collected.settle(cause)
 
 
 class Flow:
@@ -182,9 +205,8 @@ class Flow:
         self._waiting: deque[_Ready] = deque()
         self._adding: _Ready | None = None  # the one that is added to the replay buffer now
         self._is_closed = False
-        self._closing = threading.Lock()  # of these two
-        self._turn = threading.Lock()
-        self._holder: int | None = None  # the thread that has the turn
+        self._holder: int | None = None  # the thread that makes a batch
+        self._lock = threading.Condition()  # of all that other threads change, and of settling
         self._trajectories: WholeTrajectories | None = None
         if options.trajs_per_batch is not None:
             has_buffer = options.replay_buffer is not None
@@ -201,18 +223,18 @@ class Flow:
         Raises:
             CollectorStateError: another thread does, or this one does already.
         """
-        while not self._turn.acquire(timeout=_MOMENT_S):
+        with self._lock:
             if self._holder == threading.get_ident():
                 raise CollectorStateError(
                     "this collector is making a batch already: take the next one not within "
                     "postproc, a hook or the buffer's extend()"
                 )
-            if self._holder is not None:  # else drop() has it, for a moment
+            if self._holder is not None:
                 raise CollectorStateError(
                     "another thread waits for a batch of this collector: take all batches on one "
                     "thread and pass them on, or let the threads take turns with a lock of yours"
                 )
-        self._holder = threading.get_ident()
+            self._holder = threading.get_ident()
         try:
             self._stats_recorder.switch_to("assemble")
             if self._begin is not None:
@@ -224,15 +246,15 @@ class Flow:
 
     def __exit__(self, *error: object) -> None:
         self._stats_recorder.switch_to("train")
-        self._holder = None
-        self._turn.release()
+        with self._lock:
+            self._holder = None
+            self._lock.notify_all()
 
     def has_ended(self, timeout_s: float) -> bool:
         """Wait for the thread that makes a batch; False if it is this one, or takes too long."""
-        if self._holder == threading.get_ident() or not self._turn.acquire(timeout=timeout_s):
-            return False
-        self._turn.release()
-        return True
+        with self._lock:
+            is_other = self._holder != threading.get_ident()
+            return is_other and self._lock.wait_for(lambda: self._holder is None, timeout_s)
 
     # Batches.
 
@@ -264,19 +286,28 @@ class Flow:
             by_step = not self._options.extend_buffer and self._backend.layout.num_envs > 1
             frames = frames_for(ready.batch, buffer, self._rollouts_of, by_step=by_step)
             if frames.shape.numel():  # frames.numel() is 1 for an empty TensorDict
-                with self._closing:
+                with self._lock:
                     if self._is_closed:
                         raise CollectorStateError("the collector was shut down meanwhile")
                     self._adding = ready
                 try:
                     without_stop(buffer.extend, frames)
-                finally:
+                except BaseException:
                     self._adding = None
+                    raise
         self._waiting.popleft()
-        ready.settle(None)
-        if ready.collected is not None:
-            self.count(ready.collected.headers, ready.collected.lag)
+        self._settle(ready, None)
         return ready.batch if buffer is None else None
+
+    def _settle(self, ready: _Ready, cause: str | None) -> None:
+        """Settle and count a batch once: :meth:`close`, on another thread, may come before."""
+        with self._lock:
+            self._adding = None
+            collected, ready.collected = ready.collected, None
+            if collected is not None:
+                collected.settle(cause)
+                if cause is None:
+                    self.count(collected.headers, collected.lag)
 
     def _rollouts_of(self, batch: TensorDict) -> list[TensorDict]:
         """The rollouts in a batch; the batch itself where it has another form."""
@@ -369,21 +400,18 @@ class Flow:
 
     def drop(self, cause: str) -> None:
         """Forget the batches that wait for the next call; their frames are lost by ``cause``."""
-        if self._turn.acquire(blocking=False):  # else one is on its way to the user now
-            try:
-                while self._waiting:
-                    self._waiting.popleft().settle(cause)
-            finally:
-                self._turn.release()
+        with self._lock:
+            while self._waiting and self._holder is None:  # else one is on its way to the user now
+                self._settle(self._waiting.popleft(), cause)
 
     def close(self) -> None:
         """Nobody gets anything more; the buffer has the batch that is being added to it."""
-        with self._closing:
-            self._is_closed, adding = True, self._adding
-        if adding is not None:
-            # At exit, the pool may be closed before.
-            with contextlib.suppress(CollectorStateError):
-                adding.settle(None)
+        with self._lock:
+            self._is_closed = True
+            if self._adding is not None:
+                # At exit, the pool may be closed before.
+                with contextlib.suppress(CollectorStateError):
+                    self._settle(self._adding, None)
         self.drop("shut_down")
 
     def drop_trajectories(self) -> None:

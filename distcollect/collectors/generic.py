@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -139,14 +139,12 @@ def _with_workers(backend: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     # TorchRL's backends have an argument of this name too: "gloo" or "nccl".
     name = given.pop("backend", None)
     options = dict(given.pop("backend_options", None) or {})
-    reserved = [name for name in _RESERVED if name in options]
-    if reserved:
+    if reserved := [name for name in _RESERVED if name in options]:
         raise ArgumentError(
             f"backend_options contains {reserved}, which are reserved: give them to the collector "
             "itself"
         )
-    twice = options.keys() & {*given, *("create_env_fn", "policy")[: len(args)]}
-    if twice:
+    if twice := options.keys() & {*given, *("create_env_fn", "policy")[: len(args)]}:
         raise ArgumentError(f"backend_options has duplicates of arguments: {sorted(twice)}")
     if name == "submitit" and options.setdefault("launcher", "submitit") != "submitit":
         raise ArgumentError("backend='submitit' requires launcher='submitit'")
@@ -155,19 +153,14 @@ def _with_workers(backend: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
         raise ArgumentTypeError(f"sync={sync!r}: must be True or False")
     given.update(options)
     makers = args[0] if args else given.get("create_env_fn")
-    if isinstance(makers, Sequence) and not isinstance(makers, str):
-        if count not in (None, len(makers)):
-            raise ArgumentError(
-                f"num_collectors={count} does not match the {len(makers)} env maker(s) in "
-                "create_env_fn: a list has one for each"
-            )
+    if isinstance(makers, list | tuple):
+        given["num_collectors"] = count  # to be compared with the list's length
     else:
         given["num_workers"] = count or 1
     if backend in ("rpc", "ray"):
         anywhere = load("collector of ray") if backend == "ray" else RPCDataCollector
         return anywhere(*args, sync=bool(sync), **given)
-    collector = MultiSyncDataCollector if sync else MultiaSyncDataCollector
-    return collector(*args, **given)
+    return MultiCollector(*args, sync=bool(sync), **given)
 
 
 class MultiCollector:

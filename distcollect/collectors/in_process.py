@@ -13,10 +13,15 @@ from tensordict import TensorDict
 
 from distcollect.collectors import validation
 from distcollect.collectors.background import Background
-from distcollect.collectors.flow import Backend, Collected, Hooks
+from distcollect.collectors.flow import (
+    PATIENCE_IN_BACKGROUND,
+    Backend,
+    Collected,
+    Hooks,
+    UnpublishedChanges,
+)
 from distcollect.collectors.options import CollectorOptions, SyncOptions
 from distcollect.collectors.pickling import copied
-from distcollect.collectors.unpublished import PATIENCE_IN_BACKGROUND, UnpublishedChanges
 from distcollect.common import checks, signals
 from distcollect.common.seeding import Stream, env_seed, process_seeds
 from distcollect.engine.base import EngineBase

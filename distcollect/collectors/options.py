@@ -172,16 +172,20 @@ class CollectorOptions:
         """``exploration_type``, as the policy takes it."""
         return Exploration.of(self.exploration_type)
 
-    @property
-    def given_devices(self) -> dict[str, Device]:
-        """The arguments that name devices."""
-        names = ("device", "storing_device", "env_device", "policy_device")
-        return {name: getattr(self, name) for name in names}
-
     @cached_property
+    def worker_devices(self) -> list[Devices]:
+        """The devices of each worker, by worker_id; without workers, those of this process."""
+        return self._devices(1)
+
+    def _devices(self, num_workers: int, *, elsewhere: bool = False) -> list[Devices]:
+        names = ("device", "storing_device", "env_device", "policy_device")
+        given = {name: getattr(self, name) for name in names}
+        return validation.worker_devices(given, num_workers, elsewhere=elsewhere)
+
+    @property
     def devices(self) -> Devices:
-        """The three devices, with ``device`` as their default."""
-        return Devices.of(self.given_devices)
+        """The devices of the first worker; batches are delivered on one device for all."""
+        return self.worker_devices[0]
 
     @cached_property
     def named_models(self) -> dict[str, nn.Module]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -156,8 +155,7 @@ class RateLimited:
         self._sampled = 0
         self._fill_state = FillState.NOT_STARTED
         self._error: BaseException | None = None  # that ended the filling
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
+        self._changed = threading.Condition()
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._buffer, name)
@@ -166,7 +164,7 @@ class RateLimited:
 
     def _state(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The state of the wrapped buffer, and how many frames were added and samples drawn."""
-        with self._lock:
+        with self._changed:
             state = self._buffer.state_dict(*args, **kwargs)
             return {"buffer": state, "inserted": self._inserted, "sampled": self._sampled}
 
@@ -181,7 +179,7 @@ class RateLimited:
                 "this state is not of a RateLimited buffer: give what its state_dict() returned, "
                 "or load it into the wrapped buffer"
             )
-        with self._lock:
+        with self._changed:
             self._buffer.load_state_dict(state["buffer"])
             self._inserted, self._sampled = state["inserted"], state["sampled"]
             self._changed.notify_all()
@@ -191,7 +189,7 @@ class RateLimited:
 
     def extend(self, data: TensorDict) -> Any:
         """Add frames at once; the thread that fills the buffer waits before it collects them."""
-        with self._lock:
+        with self._changed:
             result = self._buffer.extend(data)
             self._inserted += data.shape.numel()
             self._changed.notify_all()
@@ -205,47 +203,46 @@ class RateLimited:
             CollectorStateError: no more frames come: collection failed, or ended with fewer than
                 ``min_size`` frames.
         """
-        with self._lock:
-            deadline = time.monotonic() + self._timeout_s
-            while not self._may_sample():
-                if self._fill_state is FillState.NOT_STARTED:
-                    raise CollectorStateError(
-                        "this buffer has too few frames to be sampled, and no collector's "
-                        "start() fills it in the background, so waiting would not help"
-                    )
-                if self._error is not None:
-                    raise CollectorStateError(
-                        f"no more frames come in: {self._error}"
-                    ) from self._error
-                if self._fill_state is FillState.ENDED:
-                    raise CollectorStateError(
-                        f"no more frames come in, and of min_size={self._min_size} there are only "
-                        f"{self._inserted}: collect more frames, or lower min_size"
-                    )
-                remaining = deadline - time.monotonic()
-                if remaining <= 0:
-                    raise DeadlineError(
-                        f"sample() waited {self._timeout_s:g} s for more frames: {self._inserted} "
-                        f"came in, {self._sampled} samples were drawn "
-                        f"(samples_per_insert={self._samples_per_insert:g}, "
-                        f"min_size={self._min_size}). Is the collector still running?"
-                    )
-                signals.check()
-                self._changed.wait(min(remaining, WAKEUP_INTERVAL_S))
+        with self._changed:
+            if not signals.wait_for(self._changed, self._need_not_wait, self._timeout_s):
+                raise DeadlineError(
+                    f"sample() waited {self._timeout_s:g} s for more frames: {self._inserted} came "
+                    f"in, {self._sampled} samples were drawn "
+                    f"(samples_per_insert={self._samples_per_insert:g}, "
+                    f"min_size={self._min_size}). Is the collector still running?"
+                )
+            if not self._may_sample():
+                raise self._no_more_frames() from self._error
             samples = self._buffer.sample(*args, **kwargs)
             self._sampled += _num_samples(samples)
             self._changed.notify_all()
         return samples
 
+    def _need_not_wait(self) -> bool:
+        return self._may_sample() or self._fill_state is not FillState.FILLING
+
+    def _no_more_frames(self) -> CollectorStateError:
+        if self._fill_state is FillState.NOT_STARTED:
+            return CollectorStateError(
+                "this buffer has too few frames to be sampled, and no collector's start() fills it "
+                "in the background, so waiting would not help"
+            )
+        if self._error is not None:
+            return CollectorStateError(f"no more frames come in: {self._error}")
+        return CollectorStateError(
+            f"no more frames come in, and of min_size={self._min_size} there are only "
+            f"{self._inserted}: collect more frames, or lower min_size"
+        )
+
     def wait_to_insert(self, wanted: Callable[[], bool]) -> None:
         """Block until a batch may be added, or ``wanted()`` is False."""
-        with self._lock:
+        with self._changed:
             while wanted() and not self._may_insert():
                 self._changed.wait(WAKEUP_INTERVAL_S)
 
     def begin(self) -> None:
         """A collector adds frames from now on."""
-        with self._lock:
+        with self._changed:
             self._fill_state, self._error = FillState.FILLING, None
 
     def end(self, error: BaseException | None) -> None:
@@ -255,7 +252,7 @@ class RateLimited:
             error: the error that ended collection, which :meth:`sample` then reports; None: it
                 ended as planned.
         """
-        with self._lock:
+        with self._changed:
             self._fill_state, self._error = FillState.ENDED, error
             self._changed.notify_all()
 

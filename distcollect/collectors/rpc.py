@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
 from tensordict import TensorDict
 
-from distcollect.collectors import validation, worker_attributes
+from distcollect.collectors import validation
 from distcollect.collectors.base import DataCollectorBase
 from distcollect.collectors.finalizer import Finalizer
 from distcollect.collectors.session import CLOSING_LIMIT_S, Session, stats_of, stop
@@ -23,7 +24,8 @@ from distcollect.collectors.worker_options import (
     WorkerOptions,
 )
 from distcollect.common import checks, signals
-from distcollect.errors import ArgumentTypeError, CollectorStateError, WorkerError
+from distcollect.envs.base import called
+from distcollect.errors import ArgumentError, ArgumentTypeError, CollectorStateError, WorkerError
 from distcollect.integrations import load
 from distcollect.pool.handover import RolloutReference
 from distcollect.pool.policy_lag import count_lags
@@ -182,7 +184,35 @@ class RPCDataCollector(DataCollectorBase):
         """
         self._check_open()
         workers = sorted(self._session.pool.worker_ids)
-        return worker_attributes.map_fn(self, workers, method_name, list_of_args, list_of_kwargs)
+        for name, given in (("list_of_args", list_of_args), ("list_of_kwargs", list_of_kwargs)):
+            if given is not None and len(given) != len(workers):
+                raise ArgumentError(
+                    f"Expected {len(workers)} argument entries in {name}, one for each worker, not "
+                    f"{len(given)}"
+                )
+        args, kwargs = list_of_args or [()] * len(workers), list_of_kwargs or [{}] * len(workers)
+        return [
+            self._apply(worker_id, method_name, *each, **named)
+            for worker_id, each, named in zip(workers, args, kwargs, strict=True)
+        ]
+
+    def _apply(self, worker_id: int, path: str, *args: Any, **kwargs: Any) -> Any:
+        if path == "get_distant_attr":
+            [path], args, kwargs = [*args, *kwargs.values()], (), {}
+        if path == "worker_idx":
+            return worker_id
+        if path == "frames_per_batch":
+            return self.frames_per_batch // self._options.rollouts_per_batch
+        part, _, name = path.partition(".")
+        if part == "env" and name:
+            results = self.call(name, *args, worker_ids=worker_id, **kwargs)[worker_id]
+            return results[0] if len(results) == 1 else results
+        if part == "replay_buffer" and name and self.replay_buffer is not None:
+            return called(operator.attrgetter(name)(self.replay_buffer), args, kwargs)
+        raise ArgumentError(
+            f"{path!r}: workers step envs, and are no collectors; what can be read of them is "
+            "'worker_idx', 'frames_per_batch', 'env.NAME' and 'replay_buffer.NAME'"
+        )
 
     def fake_tensordict(self) -> TensorDict:
         """Not possible with workers.

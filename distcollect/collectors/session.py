@@ -13,8 +13,7 @@ from tensordict import TensorDict
 
 from distcollect.collectors import pickling
 from distcollect.collectors.finalizer import Finalizer, close_first_at_exit, forgotten_closings
-from distcollect.collectors.flow import Backend, Collected, Hooks
-from distcollect.collectors.unpublished import UnpublishedChanges
+from distcollect.collectors.flow import Backend, Collected, Hooks, UnpublishedChanges
 from distcollect.collectors.worker_options import WorkerOptions
 from distcollect.common import signals
 from distcollect.common.seeding import Stream, env_seed, next_seed

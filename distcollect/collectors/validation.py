@@ -263,19 +263,13 @@ def _check_buffer_takes(options: Any) -> None:
     ndim = num_dims(options.replay_buffer)
     if options.replay_buffer is None or (options.extend_buffer and ndim == 1):
         return
-    conflicts = {
-        "preemptive_threshold": "leaves out frames",
-        "batch_deadline_s": "leaves out frames",
-        "mask_above": "leaves out frames",
-        "split_trajs": "needs whole batches",
-        "trajs_per_batch": "needs whole batches",
-        **({"postproc": "needs whole batches"} if ndim == 1 else {}),
-    }
-    for name, reason in conflicts.items():
+    changing = ("preemptive_threshold", "batch_deadline_s", "mask_above")
+    for name in (*changing, "split_trajs", "trajs_per_batch", *(["postproc"] if ndim == 1 else [])):
         value = getattr(options, name, None)
         if value is None or value is False:
             continue
-        why = f"{options.staleness if name == 'mask_above' else name} {reason}"
+        given = options.staleness if name == "mask_above" else name
+        why = f"{given} {'leaves out frames' if name in changing else 'needs whole batches'}"
         if ndim == 1:
             raise ArgumentError(
                 f"extend_buffer=False adds single steps to the replay buffer, and {why}: leave out "
@@ -300,75 +294,36 @@ class Devices(NamedTuple):
     env: torch.device | None
     policy: torch.device | None
 
-    @classmethod
-    def of(cls, given: Mapping[str, Any], *, elsewhere: bool = False) -> Devices:
-        """Read the devices; that named "device" replaces each of the others that is None.
-
-        Args:
-            given: the arguments, by name; a list must have the same device for each worker.
-            elsewhere: the envs and policies are on other hosts, which may have devices that this
-                one lacks.
-
-        Raises:
-            ArgumentError: torch knows no such device, or this process needs it and doesn't have it.
-        """
-        for name, value in given.items():
-            if isinstance(value, list | tuple) and len({str(each) for each in value}) != 1:
-                raise ArgumentError(
-                    f"{name}={value!r}: all workers have the same device here: give one device. If "
-                    "their policies are to compute on different ones, choose it in policy_factory"
-                )
-        given = {n: v[0] if isinstance(v, list | tuple) else v for n, v in given.items()}
-        elsewhere = elsewhere or current() is not None
-
-        def found(name: str, *, here: bool) -> torch.device | None:
-            name = "device" if given[name] is None else name
-            return None if given[name] is None else _device(name, given[name], here)
-
-        chosen = cls(
-            found("storing_device", here=True),
-            found("env_device", here=not elsewhere),
-            found("policy_device", here=not elsewhere),
-        )
-        # Batches are on the CPU in any case: here they say so, as TorchRL's do.
-        cpu = torch.device("cpu")
-        on_cpu = chosen.storing is None and chosen.env == chosen.policy == cpu
-        return chosen._replace(storing=cpu) if on_cpu else chosen
-
-
-def _device(name: str, value: Any, here: bool) -> torch.device:
-    try:
-        device = torch.device(value)
-    except (RuntimeError, TypeError) as error:
-        raise ArgumentError(f"{name}={value!r}: {error}") from error
-    if here and device.type == "cuda":
-        num_gpus = torch.cuda.device_count()
-        if (device.index or 0) >= num_gpus:
-            raise ArgumentError(
-                f"{name}={str(device)!r}: this process sees {num_gpus} GPU(s); name one of these, "
-                "or 'cpu'"
-            )
-    return device
-
 
 def worker_devices(
     given: Mapping[str, Any], num_workers: int, *, elsewhere: bool = False
 ) -> list[Devices]:
-    """The devices of each worker, from single devices or lists of one for each worker.
+    """Return the devices of each worker; that named "device" replaces others that are None.
+
+    Args:
+        given: the arguments by name, each a device or a list of one for each worker.
+        num_workers: number of workers; 1 for a collector without workers.
+        elsewhere: the envs and policies are on other hosts, which may have devices that this one
+            lacks.
 
     Raises:
-        ArgumentError: as :meth:`Devices.of`; a list has another length; or batches would have to be
-            delivered on several devices.
+        ArgumentError: torch knows no such device, or this process needs it and doesn't have it; a
+            list has another length; or batches would have to be delivered on several devices.
     """
-    lists = {n: v if isinstance(v, list | tuple) else [v] * num_workers for n, v in given.items()}
-    for name, values in lists.items():
+    elsewhere = elsewhere or current() is not None
+    lists = {}
+    for name, value in given.items():
+        values = list(value) if isinstance(value, list | tuple) else [value] * num_workers
+        if num_workers == 1 and len(set(map(str, values))) == 1:
+            values = values[:1]
         if len(values) != num_workers:
             raise ArgumentError(
-                f"{name}={given[name]!r}: a list has one device for each worker, and there are "
+                f"{name}={value!r}: a list has one device for each worker, and there are "
                 f"{num_workers}"
             )
+        lists[name] = values
     found = [
-        Devices.of(dict(zip(lists, values, strict=True)), elsewhere=elsewhere)
+        _devices(dict(zip(lists, values, strict=True)), elsewhere=elsewhere)
         for values in zip(*lists.values(), strict=True)
     ]
     if len({each.storing for each in found}) > 1:
@@ -377,6 +332,32 @@ def worker_devices(
             "of all workers have the same device in a batch: give one storing_device"
         )
     return found
+
+
+def _devices(given: Mapping[str, Any], *, elsewhere: bool) -> Devices:
+    def chosen(name: str, *, here: bool) -> torch.device | None:
+        name = "device" if given[name] is None else name
+        return None if given[name] is None else _device(name, given[name], here)
+
+    storing = chosen("storing_device", here=True)
+    env = chosen("env_device", here=not elsewhere)
+    policy = chosen("policy_device", here=not elsewhere)
+    if storing is None and env == policy == torch.device("cpu"):
+        storing = policy  # batches are on the CPU in any case: here they say so, as TorchRL's do
+    return Devices(storing, env, policy)
+
+
+def _device(name: str, value: Any, here: bool) -> torch.device:
+    try:
+        device = torch.device(value)
+    except (RuntimeError, TypeError) as error:
+        raise ArgumentError(f"{name}={value!r}: {error}") from error
+    if here and device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ArgumentError(
+            f"{name}={str(device)!r}: this process sees {torch.cuda.device_count()} GPU(s); name "
+            "one of these, or 'cpu'"
+        )
+    return device
 
 
 def named_models(given: object) -> dict[str, nn.Module]:

@@ -187,15 +187,7 @@ class WorkerOptions(CollectorOptions):
 
     @cached_property
     def worker_devices(self) -> list[Devices]:
-        """The devices of each worker, by worker_id."""
-        return validation.worker_devices(
-            self.given_devices, self.num_to_start, elsewhere=self.placer is not None
-        )
-
-    @cached_property
-    def devices(self) -> Devices:
-        """The devices of the first worker; batches are delivered on one device for all."""
-        return self.worker_devices[0]
+        return self._devices(self.num_to_start, elsewhere=self.placer is not None)
 
     @property
     def weight_options(self) -> WeightSync:

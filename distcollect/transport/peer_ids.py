@@ -21,8 +21,6 @@ _END_OF_TRAJ_IDS = 1 << 63
 # The state of a run is saved by one of its trainers, which doesn't know how many processes the
 # others have started. So with several trainers each life of a run takes this many blocks.
 _PEERS_PER_LIFE = 1 << 20
-# In states of format 1, the trajectory ids of trainer t began at t times this.
-_TRAJ_IDS_PER_TRAINER_IN_FORMAT_1 = 1 << 55
 
 
 def traj_ids_of(peer: int, first_traj_id: int) -> Iterator[int]:
@@ -166,16 +164,6 @@ class Identity:
             self.first_traj_id = first
             self._num_earlier = 0
             return first
-
-    def above_format_1(self, next_traj_id: int) -> int:
-        """Return a number above all trajectory ids of a run whose state has format 1.
-
-        Args:
-            next_traj_id: what its state says; it holds for the trainer that saved it only.
-        """
-        if self.num_trainers == 1:
-            return next_traj_id
-        return max(next_traj_id, self.num_trainers * _TRAJ_IDS_PER_TRAINER_IN_FORMAT_1)
 
 
 class OwnTrajIds(Iterator[int]):

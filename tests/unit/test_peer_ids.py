@@ -12,7 +12,6 @@ from distcollect.transport import peer_ids
 from distcollect.transport.peer_ids import TRAJ_IDS_PER_PEER, Identity, traj_ids_of
 
 NUM_SLOTS, NUM_REPLACEMENTS, NUM_LIVES = 10_000, 100, 100
-OLD_BLOCK, OLD_RANGE = 1 << 40, 1 << 55  # of a process and of a trainer, in states of format 1
 
 
 def block(identity: Identity, peer: int) -> range:
@@ -190,14 +189,3 @@ def test_the_workers_of_each_collector_begin_with_the_same_ids(num_trainers: int
     resumed = opened(2)
     assert min(block.start for block in resumed) >= state
     assert identity.next_traj_id >= highest(resumed)
-
-
-@pytest.mark.parametrize("num_trainers", [1, 3])
-def test_a_state_of_the_old_format_is_continued_above_all_its_ids(num_trainers: int) -> None:
-    saved = 1_001 * OLD_BLOCK  # by trainer 0, after 1,000 workers
-    used = [t * OLD_RANGE + 1_500 * OLD_BLOCK for t in range(1, num_trainers)]
-    for trainer in range(num_trainers):
-        identity = Identity("run", trainer, num_trainers)
-        identity.resume(identity.above_format_1(saved))
-        assert block(identity, identity.new_peer()).start >= max([saved, *used])
-        assert identity.next_traj_id < 2**60

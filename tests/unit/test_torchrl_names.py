@@ -254,7 +254,7 @@ class TestArguments:
     def test_one_device_for_each_worker(self) -> None:
         with make(storing_device=["cpu", torch.device("cpu")]) as collector:
             assert collector.next().device == torch.device("cpu")
-        with pytest.raises(dc.ArgumentError, match="all workers have the same device here"):
+        with pytest.raises(dc.ArgumentError, match="a list has one device for each worker"):
             make(storing_device=["cpu", "meta"])
 
     @pytest.mark.parametrize(
