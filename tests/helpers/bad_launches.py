@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
@@ -80,41 +81,19 @@ def answered_by_a_web_server() -> None:
             thread.join()
 
 
-def waits_for_ranks() -> None:
+def with_three_ranks(use: Callable[[WorkerHosts], Any], *, launched: bool = False) -> None:
     hosts = WorkerHosts("127.0.0.1", "secret", num_ranks=3)
+    set_launched(hosts if launched else None)
     try:
-        hosts.attach(HostEvents(), 2, 0.1)
-    finally:
-        hosts.join_server.close()
-
-
-def asks_for_more_than_there_are() -> None:
-    hosts = WorkerHosts("127.0.0.1", "secret", num_ranks=3)
-    try:
-        hosts.num_workers(5)
-    finally:
-        hosts.join_server.close()
-
-
-def listens_elsewhere() -> None:
-    hosts = WorkerHosts("127.0.0.1", "secret", num_ranks=3)
-    set_launched(hosts)
-    try:
-        rpc(listen="127.0.0.1:9999", num_workers=None)
+        use(hosts)
     finally:
         set_launched(None)
         hosts.join_server.close()
 
 
-def wants_workers_that_another_collector_has() -> None:
-    hosts = WorkerHosts("127.0.0.1", "secret", num_ranks=3)
+def wants_workers_that_another_collector_has(hosts: WorkerHosts) -> None:
     hosts.claim()
-    set_launched(hosts)
-    try:
-        rpc(num_workers=None)
-    finally:
-        set_launched(None)
-        hosts.join_server.close()
+    rpc(num_workers=None)
 
 
 LAUNCHES: list[Row] = [
@@ -160,11 +139,28 @@ LAUNCHES: list[Row] = [
         f"port {PORT}: Address already in use",
         "under srun MASTER_PORT",
     ),
-    (waits_for_ranks, dc.DeadlineError, r"ranks \[1, 2\] .*0.1 s", "'distcollect doctor'"),
-    (asks_for_more_than_there_are, ARGUMENT, "num_workers=5.* 3 worker rank", "launch more"),
-    (listens_elsewhere, ARGUMENT, "listen='127.0.0.1:9999'", "set DISTCOLLECT_LISTEN"),
     (
-        wants_workers_that_another_collector_has,
+        lambda: with_three_ranks(lambda hosts: hosts.attach(HostEvents(), 2, 0.1)),
+        dc.DeadlineError,
+        r"ranks \[1, 2\] .*0.1 s",
+        "'distcollect doctor'",
+    ),
+    (
+        lambda: with_three_ranks(lambda hosts: hosts.num_workers(5)),
+        ARGUMENT,
+        "num_workers=5.* 3 worker rank",
+        "launch more",
+    ),
+    (
+        lambda: with_three_ranks(
+            lambda _: rpc(listen="127.0.0.1:9999", num_workers=None), launched=True
+        ),
+        ARGUMENT,
+        "listen='127.0.0.1:9999'",
+        "set DISTCOLLECT_LISTEN",
+    ),
+    (
+        lambda: with_three_ranks(wants_workers_that_another_collector_has, launched=True),
         dc.CollectorStateError,
         "another collector is open, and has the workers of this launch",
         r"its shutdown\(\) first, or take a MultiSyncDataCollector",

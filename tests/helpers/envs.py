@@ -108,3 +108,27 @@ class StumblingEnv(gym.Wrapper[Any, Any, Any, Any]):
             if self.left < 0:
                 raise RuntimeError("stumbled")
         return super().step(action)
+
+
+class Counting(gym.Env[np.ndarray, Any]):
+    """Observes how often it was stepped; so no two of its frames are the same."""
+
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (1,), np.float64)
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self) -> None:
+        self.stepped = 0
+        self.length = 0
+
+    def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict[str, Any]]:
+        super().reset(**kwargs)
+        self.length = 0
+        return np.array([float(self.stepped)]), {}
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        self.stepped += 1
+        self.length += 1
+        return np.array([float(self.stepped)]), 1.0, self.length == 7, False, {}
+
+    def told(self) -> int:
+        return self.stepped

@@ -14,7 +14,7 @@ from helpers.replay_buffers import KeepingBuffer
 from tensordict import NonTensorStack, TensorDict
 
 import distcollect as dc
-from distcollect.collectors.batch_format import joined, split
+from distcollect.collectors.batch_format import split
 
 T = 5
 
@@ -105,9 +105,6 @@ def test_shape(kind: Any, num_envs: int, settings: Any, shape: tuple[int, ...]) 
         assert batch["collector", "worker_id"][1].tolist() == [0] * T + [1] * T
 
 
-EVERY = [dc.SyncDataCollector, dc.MultiSyncDataCollector, dc.MultiaSyncDataCollector]
-
-
 @pytest.mark.parametrize("dtype", ["uint16", "uint32", "uint64", "bool", "float16", "int8"])
 @pytest.mark.parametrize(
     "settings", [{"split_trajs": True}, {"trajs_per_batch": 2}, {"replay_buffer": True}], ids=str
@@ -134,18 +131,6 @@ def test_dtypes_of_trajectories(settings: dict[str, Any], dtype: str) -> None:
         keys = batch.keys(include_nested=True)
         is_real = batch["collector", "mask"] if ("collector", "mask") in keys else ...
         assert batch["observation"].to(int)[is_real][..., 0].all()
-
-
-@pytest.mark.parametrize(
-    ("fails_at", "length", "num_abandoned"), [(T + 3, T + 2, 0), (T + 1, 12, T)]
-)
-def test_a_trajectory_whose_env_fails(fails_at: int, length: int, num_abandoned: int) -> None:
-    """It has all real frames up to the fault; frames delivered earlier are no part of it."""
-    env = Maker(12, fails_at=fails_at)
-    with make(dc.SyncDataCollector, env, num_envs=1, trajs_per_batch=1) as collector:
-        batch = collector.next()
-        assert batch["observation"][0, :, 2].tolist() == [*range(length)]
-        assert collector.abandoned_frames == num_abandoned
 
 
 @pytest.mark.parametrize(
@@ -288,70 +273,11 @@ def test_padding_is_marked_also_without_ids(settings: dict[str, Any]) -> None:
     assert (buffer.added[0]["next", "reward"] > 0).all()
 
 
-@pytest.mark.parametrize(
-    ("num_envs", "shape"), [(1, (T + 2,)), (3, (3, T + 2))], ids=["one env", "several"]
-)
-def test_rollouts_joined_along_time_have_no_padding(num_envs: int, shape: tuple[int, ...]) -> None:
-    """The second of two rollouts was preempted after two steps."""
-    settings = {"cat_results": -1, "num_envs": num_envs}
-    with make(dc.MultiSyncDataCollector, Maker(T), **settings) as collector:
-        whole = collector.next()
-    rollouts = torch.stack(whole.split(T, -1))
-    rollouts["collector", "traj_ids"][1, ..., 2:] = -1
-    batch = joined(rollouts, -1)
-    assert batch.shape == shape
-    assert batch.names[-1] == "time"
-    assert (batch["collector", "traj_ids"] >= 0).all()
-    assert torch.equal(batch["observation"], whole["observation"][..., : T + 2, :])
-
-
 def test_compact_obs() -> None:
     with make(dc.SyncDataCollector, Maker(3), num_envs=2, compact_obs=True) as collector:
         batch = collector.next()
     assert "observation" in batch
     assert set(batch["next"].keys()) == {"reward", "done", "terminated", "truncated"}
-
-
-def test_postproc() -> None:
-    def twice(batch: TensorDict) -> TensorDict:
-        return batch.set(("next", "reward"), 2 * batch["next", "reward"])
-
-    settings = {"split_trajs": True, "postproc": twice}
-    with make(dc.SyncDataCollector, Maker(3), num_envs=1, **settings) as collector:
-        batch = collector.next()
-    assert batch["next", "reward"].squeeze(-1).tolist() == [[2, 4, 6], [2, 4, 0]]
-    with (
-        make(dc.SyncDataCollector, Maker(3), num_envs=1, postproc=lambda batch: None) as collector,
-        pytest.raises(TypeError, match="postproc returned NoneType"),
-    ):
-        collector.next()
-
-
-def test_torchrl_names() -> None:
-    """A script for TorchRL's RPCCollector needs only another import."""
-    with loopback_collector(
-        [Maker(3)],
-        None,
-        frames_per_batch=2 * T,
-        total_frames=-1,
-        max_frames_per_traj=-1,
-        init_random_frames=-1,
-        collector_class="single",
-        num_workers_per_collector=2,
-        collector_kwargs={"max_frames_per_traj": 2},
-        sync=True,
-        update_after_each_batch=True,
-        max_weight_update_interval=-1,
-        launcher="mp",
-        tcp_port="10003",
-        backend="gloo",
-        split_trajs=False,
-        postproc=None,
-    ) as collector:
-        assert collector.num_workers == 2
-        batch = collector.next()
-    assert batch.shape == (2, T)
-    assert batch["next", "truncated"].sum() == 4
 
 
 def test_entries_that_are_no_tensors_are_split_too() -> None:

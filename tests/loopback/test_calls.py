@@ -7,10 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 import gymnasium as gym
-import numpy as np
 import pytest
-import torch
-from gymnasium.vector import AutoresetMode
 from helpers.churning_workers import ChurningWorkers, churning_collector
 from helpers.levels_env import Acts, Levels, T, check_random_numbers
 from helpers.loopback_pool import loopback_collector, workers_of
@@ -39,11 +36,6 @@ class TestCall:
                 1: ["1.0 at 4", "1.1 at 4"]
             }
             assert collector.call("name", worker_ids=[0]) == {0: ["0.0", "0.1"]}
-
-    def test_in_this_process(self) -> None:
-        with sync(Levels) as collector:
-            assert collector.call("set_level", 7) == {0: ["0.0 at 7", "0.1 at 7"]}
-            assert (collector.next()["next", "observation"][:, 0] == 7).all()
 
     def test_a_vector_env(self) -> None:
         def make() -> Any:
@@ -115,77 +107,12 @@ class TestEvaluate:
     def test_random_numbers(self, kind: Any) -> None:
         check_random_numbers(kind)
 
-    @pytest.mark.parametrize("length", [30, 100])
-    @pytest.mark.parametrize("kind", ["plain", "filler steps", "fails once"])
-    def test_an_episode_is_whole_whatever_the_envs_do(self, kind: str, length: int) -> None:
-        made: list[int] = []
-
-        def one(length: int = length) -> gym.Env:
-            made.append(1)
-            fails_at = 77 if kind == "fails once" and len(made) == 2 else -1
-            return Long(length, fails_at)
-
-        def vector() -> Any:
-            makers = [one, lambda: one(3)]
-            return gym.vector.SyncVectorEnv(makers, autoreset_mode=AutoresetMode.NEXT_STEP)
-
-        with dc.SyncDataCollector(
-            NativeNextStep.of(vector) if kind == "filler steps" else one,
-            frames_per_batch=2 * T,
-            envs_per_worker=1 if kind == "filler steps" else 2,
-            reset_at_each_iter=kind == "plain",
-        ) as collector:
-            found = collector.evaluate(8)
-        assert set(found.lengths.tolist()) == ({length, 3} if kind == "filler steps" else {length})
-        assert torch.equal(found.returns, found.lengths.double())
-
-    def test_envs_themselves_will_not_do(self) -> None:
-        env = gym.make("CartPole-v1")
-        with (
-            dc.SyncDataCollector(env, frames_per_batch=T) as collector,
-            pytest.raises(ValueError, match="a callable that makes one"),
-        ):
-            collector.evaluate(1)
-
     def test_deadline(self) -> None:
         with (
             pooled(Endless) as collector,
             pytest.raises(dc.DeadlineError, match="not over, the longest after"),
         ):
             collector.evaluate(1, timeout_s=0.2)
-
-
-class Long(gym.Env):
-    """Each frame has reward 1."""
-
-    observation_space = gym.spaces.Box(-1, 1, (1,), np.float32)
-    action_space = gym.spaces.Discrete(3)
-
-    def __init__(self, length: int, fails_at: int) -> None:
-        self._length, self._fails_at, self._total, self._frame = length, fails_at, 0, 0
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        self._frame = 0
-        return np.zeros(1, np.float32), {}
-
-    def step(self, action: Any) -> Any:
-        self._frame += 1
-        self._total += 1
-        if self._total == self._fails_at:
-            raise OSError("out of paper")
-        return np.zeros(1, np.float32), 1.0, self._frame == self._length, False, {}
-
-
-class NativeNextStep(gym.vector.VectorWrapper):
-    """Makes a vector env look like a native one, whose rows can't be reset one by one."""
-
-    @classmethod
-    def of(cls, make: Any) -> Any:
-        return lambda: cls(make())
-
-    @property
-    def unwrapped(self) -> Any:
-        return self
 
 
 class Endless(Levels):
@@ -203,27 +130,6 @@ class TestEvaluationWorkers:
             evaluation=dc.EvaluationWorkers(),
         ) as collector:
             assert collector.next()["collector", "worker_id"][:, 0].tolist() == [0, 1]
-
-    def test_each_version_that_is_published_by_itself(self) -> None:
-        with loopback_collector(
-            Levels,
-            Acts(1),
-            sync=False,
-            frames_per_batch=T,
-            num_workers=2,
-            update_at_each_batch=True,
-            evaluation=dc.EvaluationWorkers(num_episodes=1),
-        ) as collector:
-            for _ in range(4):
-                collector.next()
-            assert collector.policy_version == 3
-            eventually(lambda: any(e.policy_version[0] == 3 for e in collector.evaluations))
-
-    def test_somebody_has_to_collect(self) -> None:
-        with pytest.raises(ValueError, match="at least one has to collect"):
-            dc.RPCDataCollector(
-                Levels, frames_per_batch=T, num_workers=1, evaluation=dc.EvaluationWorkers()
-            )
 
 
 def test_an_evaluation_waits_for_a_worker_that_is_being_replaced() -> None:

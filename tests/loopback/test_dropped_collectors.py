@@ -11,6 +11,7 @@ import gymnasium as gym
 import pytest
 import torch
 from helpers.loopback_pool import loopback_collector, workers_of
+from helpers.replay_buffers import KeepingBuffer
 from helpers.waiting import eventually
 from tensordict import TensorDict
 
@@ -46,24 +47,6 @@ def test_an_argument_that_refers_to_the_collector(monkeypatch: pytest.MonkeyPatc
     gc.collect()
     assert collector() is None
     assert closed.wait(60)
-
-
-def test_async_shutdown_calls_the_shutdown_of_a_subclass() -> None:
-    calls = []
-
-    class Mine(dc.SyncDataCollector):
-        def shutdown(self) -> None:
-            calls.append("shutdown")
-            super().shutdown()
-
-    class Buffer:
-        def extend(self, data: TensorDict) -> None:
-            """Drops the frames."""
-
-    collector = Mine("CartPole-v1", frames_per_batch=8, total_frames=80, replay_buffer=Buffer())
-    collector.start()
-    collector.async_shutdown(timeout=20)
-    assert calls == ["shutdown"]
 
 
 class Slow(gym.Env[Any, Any]):
@@ -115,22 +98,7 @@ def test_an_in_process_collector_that_is_dropped_closes_the_envs_that_it_made() 
     assert Closable.closed.wait(60)
 
 
-def test_one_that_fills_a_buffer_in_the_background_too() -> None:
-    class Buffer:
-        def extend(self, data: TensorDict) -> None:
-            """Drops the frames."""
-
-    Closable.may_close.set()
-    Closable.closed.clear()
-    collector = dc.SyncDataCollector(Closable, frames_per_batch=4, replay_buffer=Buffer())
-    collector.start()
-    assert not Closable.closed.is_set()
-    del collector
-    gc.collect()
-    assert Closable.closed.wait(60)
-
-
-def test_the_envs_that_it_evaluates_in_too() -> None:
+def test_one_that_fills_a_buffer_and_evaluates_closes_all_envs_too() -> None:
     open_envs = []
 
     class Listed(Slow):
@@ -141,12 +109,8 @@ def test_the_envs_that_it_evaluates_in_too() -> None:
         def close(self) -> None:
             open_envs.remove(self)
 
-    class Buffer:
-        def extend(self, data: TensorDict) -> None:
-            """Drops the frames."""
-
     collector = dc.SyncDataCollector(
-        Listed, frames_per_batch=4, max_frames_per_traj=4, replay_buffer=Buffer()
+        Listed, frames_per_batch=4, max_frames_per_traj=4, replay_buffer=KeepingBuffer()
     )
     collector.start()
     collector.evaluate(1)

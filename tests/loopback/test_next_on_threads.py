@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from helpers.envs import StepCountEnv
 from helpers.loopback_pool import loopback_collector
+from helpers.replay_buffers import KeepingBuffer
 from helpers.waiting import eventually
 
 import distcollect as dc
@@ -93,11 +94,7 @@ def test_a_second_thread_that_hands_over() -> None:
 
 
 def test_the_background_does_not_start_while_a_thread_waits() -> None:
-    class Buffer:
-        def extend(self, data: Any) -> None:
-            """Drops the frames."""
-
-    with in_process(replay_buffer=Buffer()) as collector, ThreadPoolExecutor(1) as threads:
+    with in_process(replay_buffer=KeepingBuffer()) as collector, ThreadPoolExecutor(1) as threads:
         first = waiting_in(collector.next, threads)
         with pytest.raises(dc.CollectorStateError, match="another thread waits for a batch"):
             collector.start()
@@ -116,23 +113,6 @@ def test_shutdown_while_another_thread_collects() -> None:
         assert isinstance(first.exception(_SOON_S), dc.CollectorStateError)
     assert collector.stats().delivered == 4
     assert collector.stats().lost == {"shut_down": 1}
-
-
-@pytest.mark.parametrize("whole", [True, False])
-def test_threads_that_take_turns_until_the_end(whole: bool) -> None:
-    class Buffer:
-        def extend(self, data: Any) -> None:
-            """Drops the frames."""
-
-    length = 4 if whole else 100
-    options: Any = {"max_frames_per_traj": length, "trajs_per_batch": 1, "total_frames": 4}
-    with (
-        in_process(replay_buffer=Buffer(), **options) as collector,
-        ThreadPoolExecutor(1) as threads,
-    ):
-        threads.submit(collector.next).result(_SOON_S)
-        with pytest.raises(StopIteration):
-            collector.next()
 
 
 @pytest.mark.parametrize("in_background", [False, True])

@@ -212,24 +212,6 @@ class TestWhoHasLeft:
             assert handle.worker_ids == (0,)
             assert handle.acknowledged == {0: 1}
 
-    def test_by_itself(self) -> None:
-        policy = Telling()
-        with churning_collector(
-            ProcessIdEnv,
-            policy,
-            num_workers=2,
-            frames_per_batch=4,
-            sync=False,
-            update_at_each_batch=True,
-        ) as collector:
-            lose(collector, last_worker(collector))
-            last_worker(collector)
-            assert collector.policy_version == 0
-            policy.fill(1)
-            deadline = time.monotonic() + 20
-            while told(collector.next())["wide"] != 1:
-                assert time.monotonic() < deadline
-
 
 def last_worker(collector: dc.RPCDataCollector) -> int:
     """The worker that delivers the next batch."""

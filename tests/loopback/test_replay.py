@@ -14,12 +14,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.loopback_pool import loopback_collector
-from helpers.replay_buffers import (
-    Buffer,
-    T,
-    check_failure_of_what_collects_is_told,
-    check_weights_while_the_buffer_fills,
-)
+from helpers.replay_buffers import Buffer, T
 from helpers.waiting import eventually
 from tensordict import TensorDict
 
@@ -81,19 +76,6 @@ def first_in_the_background(prepare: Callable[[dc.SyncDataCollector], object]) -
     return torch.stack(frames)["observation"]
 
 
-@pytest.mark.parametrize(
-    "prepare",
-    [
-        lambda it: it.set_seed(3),
-        lambda it: (it.next(), it.set_seed(3)),
-        lambda it: (it.set_seed(3), it.next()),
-    ],
-    ids=["seed", "batch, seed", "seed, batch"],
-)
-def test_a_seed_holds_in_the_background(prepare: Any) -> None:
-    assert torch.equal(first_in_the_background(prepare), first_in_the_background(prepare))
-
-
 def test_a_resumed_run_does_not_repeat_its_episodes_in_the_background() -> None:
     with sync(None) as collector:
         collector.set_seed(7)
@@ -144,14 +126,6 @@ def test_failure_is_told(collector_of: Any) -> None:
         collector.start()
 
 
-def test_start_needs_a_buffer() -> None:
-    with (
-        dc.SyncDataCollector("CartPole-v1", frames_per_batch=T) as collector,
-        pytest.raises(dc.CollectorStateError, match="needs a replay_buffer"),
-    ):
-        collector.start()
-
-
 @BOTH
 def test_rate_is_kept_from_both_sides(collector_of: Any) -> None:
     per_insert, min_size, slack, size = 2.0, 4 * FRAMES, 8.0, 16
@@ -192,41 +166,6 @@ def test_sampling_has_a_deadline() -> None:
     buffer.begin()
     with pytest.raises(dc.DeadlineError, match=r"waited 0.1 s .* 0 came in, .*min_size=5"):
         buffer.sample(2)
-
-
-def test_failure_of_what_collects_is_told() -> None:
-    check_failure_of_what_collects_is_told(dc.SyncDataCollector, "raises")
-
-
-@pytest.mark.parametrize(
-    ("settings", "error"),
-    [
-        ({"samples_per_insert": 1, "timeout_s": 0}, "timeout_s=0"),
-        ({"samples_per_insert": "8"}, "samples_per_insert='8'"),
-        ({"samples_per_insert": 1, "timeout_s": None}, "timeout_s=None"),
-    ],
-)
-def test_bad_limits(settings: dict[str, Any], error: str) -> None:
-    with pytest.raises((dc.ArgumentError, dc.ArgumentTypeError), match=error):
-        dc.RateLimited(Buffer(), **settings)
-
-
-def test_weights_while_the_buffer_fills() -> None:
-    check_weights_while_the_buffer_fills(dc.SyncDataCollector)
-
-
-@pytest.mark.parametrize("ndim", [1, 2])
-def test_torchrl_buffers(ndim: int) -> None:
-    pytest.importorskip("torchrl", reason="the torchrl extra is not installed")
-    from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer  # noqa: PLC0415
-
-    storage = LazyTensorStorage(50 * FRAMES, ndim=ndim)
-    buffer = TensorDictReplayBuffer(storage=storage, batch_size=32)
-    with pooled(buffer, total_frames=10 * FRAMES) as collector:
-        collector.start()
-        eventually(lambda: not collector.is_running)
-        assert len(buffer) == 10 * FRAMES
-        assert buffer.sample()["observation"].shape == (32, 4)
 
 
 class Depth(gym.ObservationWrapper):

@@ -14,7 +14,7 @@ from helpers.replay_buffers import KeepingBuffer
 import distcollect as dc
 
 pytest.importorskip("torchrl", reason="the torchrl extra is not installed")
-from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
 T = 4
 
@@ -51,33 +51,6 @@ def test_rows_are_envs(num_envs: int, extend_buffer: bool, in_process: bool) -> 
     assert torch.equal(
         stored["next", "observation"][:-1][goes_on], stored["observation"][1:][goes_on]
     )
-
-
-@pytest.mark.parametrize("kind", [ReplayBuffer, TensorDictReplayBuffer])
-def test_a_batch_that_is_masked_as_a_whole_adds_nothing(kind: Any) -> None:
-    buffer = made(ndim=1, kind=kind)
-    policy = torch.nn.Linear(4, 2)
-    collector: Any = loopback_collector(
-        "CartPole-v1",
-        lambda observation: policy(observation.float()).argmax(-1),
-        num_workers=1,
-        sync=False,
-        frames_per_batch=T,
-        replay_buffer=buffer,
-        models={"net": policy},
-        staleness=dc.Staleness(0, mode="mask"),
-    )
-    with collector:
-        collector.next()
-        # What was collected ahead is of version 0.
-        for _ in range(3):
-            collector.update_policy_weights_()
-            collector.next()
-        delivered = collector.ledger.total.delivered
-        assert delivered == 4 * T
-        stale = sum(collector.stale_frames.values())
-    assert 0 < stale < delivered
-    assert len(buffer) == delivered - stale
 
 
 MASKING: dict[str, dict[str, Any]] = {

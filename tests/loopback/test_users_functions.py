@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
-import gymnasium as gym
-import numpy as np
 import pytest
 import torch
+from helpers.envs import Counting
 from helpers.loopback_pool import loopback_collector
 from helpers.replay_buffers import KeepingBuffer
 from helpers.waiting import eventually
@@ -16,26 +16,6 @@ from tensordict import TensorDict
 import distcollect as dc
 
 T = 4
-
-
-class Counting(gym.Env[np.ndarray, Any]):
-    """Observes how often it was stepped; raises what it is told to."""
-
-    observation_space = gym.spaces.Box(-np.inf, np.inf, (1,), np.float64)
-    action_space = gym.spaces.Discrete(2)
-
-    def __init__(self, raises_at: int | None = None) -> None:
-        self.stepped = 0
-        self.raises_at = raises_at
-
-    def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict[str, Any]]:
-        return np.array([float(self.stepped)]), {}
-
-    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
-        self.stepped += 1
-        if self.stepped == self.raises_at:
-            raise StopIteration("no more steps")
-        return np.array([float(self.stepped)]), 1.0, False, False, {}
 
 
 class Buffer(KeepingBuffer):
@@ -75,8 +55,14 @@ def test_a_torchrl_env_that_raises_stop_iteration_is_replaced() -> None:
     pytest.importorskip("torchrl", reason="the torchrl extra is not installed")
     from torchrl.envs import GymWrapper  # noqa: PLC0415
 
+    class Ending(Counting):
+        def step(self, action: Any) -> Any:
+            if self.stepped == 5:
+                raise StopIteration("no more steps")
+            return super().step(action)
+
     with dc.SyncDataCollector(
-        lambda: GymWrapper(Counting(raises_at=6)), frames_per_batch=T, total_frames=4 * T
+        lambda: GymWrapper(Ending()), frames_per_batch=T, total_frames=4 * T
     ) as collector:
         assert len(list(collector)) == 4
         [fault, *_] = collector.stats().env_faults
@@ -112,37 +98,6 @@ def test_a_batch_that_the_buffer_never_takes_is_lost(kind: str) -> None:
     assert collector.stats().lost == {"shut_down": T}
 
 
-@pytest.mark.parametrize("name", ["postproc", "pre_collect_hook", "post_collect_hook"])
-def test_a_batch_within_a_batch_is_refused(name: str) -> None:
-    """Taking one within a hook counted frames as lost that were delivered."""
-    refused = []
-
-    def function(*batch: TensorDict) -> Any:
-        with pytest.raises(dc.CollectorStateError, match="is making a batch already") as error:
-            collector.next()
-        refused.append(error)
-        return batch[0] if batch else None
-
-    with make("in process", **{name: function}) as collector:
-        for _ in range(3):
-            assert collector.next().shape == (T,)
-    assert len(refused) == 3
-    assert collector.stats().lost == {}
-
-
-def test_a_buffer_takes_no_batch_while_it_is_given_one() -> None:
-    class Greedy(Buffer):
-        def extend(self, data: TensorDict) -> None:
-            super().extend(data)
-            with pytest.raises(dc.CollectorStateError, match="is making a batch already"):
-                collector.next()
-
-    buffer = Greedy()
-    with make("in process", replay_buffer=buffer) as collector:
-        collector.next()
-    assert len(buffer.added) == 1
-
-
 @pytest.mark.parametrize(
     ("error", "cause"),
     [(KeyError, "policy_failed"), (ValueError, "policy_failed"), (SystemExit, "interrupted")],
@@ -165,23 +120,31 @@ def test_frames_name_what_ended_their_rollout(error: type[BaseException], cause:
     assert 0 < num_frames < T
 
 
+@pytest.mark.parametrize("name", ["postproc", "pre_collect_hook", "post_collect_hook", "buffer"])
+def test_a_batch_within_a_batch_is_refused(name: str) -> None:
+    """Taking one within a hook counted frames as lost that were delivered."""
+    refused = []
+
+    def function(*batch: TensorDict) -> Any:
+        with pytest.raises(dc.CollectorStateError, match="is making a batch already") as error:
+            collector.next()
+        refused.append(error)
+        return batch[0] if batch else None
+
+    buffer = {"replay_buffer": SimpleNamespace(extend=function)}
+    with make("in process", **(buffer if name == "buffer" else {name: function})) as collector:
+        for _ in range(3):
+            collector.next()
+    assert len(refused) == 3
+    assert (collector.stats().delivered, collector.stats().lost) == (3 * T, {})
+
+
 def test_a_batch_that_the_buffer_refused_is_lost_when_the_background_begins() -> None:
-    class Refusing:
-        num_calls = 0
-
-        def extend(self, data: TensorDict) -> None:
-            self.num_calls += 1
-            if self.num_calls == 2:
-                raise ValueError("full")
-
-    with dc.SyncDataCollector(
-        "CartPole-v1", frames_per_batch=8, total_frames=32, replay_buffer=Refusing()
-    ) as collector:
-        collector.next()
+    buffer = Buffer(ValueError("full"))
+    with make("in process", total_frames=4 * T, replay_buffer=buffer) as collector:
         with pytest.raises(ValueError, match="full"):
             collector.next()
         collector.start()
         eventually(lambda: not collector.is_running)
         stats = collector.stats()
-    assert stats.delivered == 32
-    assert stats.lost == {"given_up": 8}
+    assert (stats.delivered, stats.lost) == (4 * T, {"given_up": T})

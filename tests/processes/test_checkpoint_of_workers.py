@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,9 +26,8 @@ def _signals() -> Iterator[None]:
     signals.stop_watching()
 
 
-@pytest.mark.parametrize("kind", [dc.MultiSyncDataCollector])
-def test_goes_on_where_it_was(tmp_path: Path, kind: Any) -> None:
-    check_goes_on_where_it_was(tmp_path, kind)
+def test_goes_on_where_it_was(tmp_path: Path) -> None:
+    check_goes_on_where_it_was(tmp_path, dc.MultiSyncDataCollector)
 
 
 @pytest.mark.parametrize(("mode", "number"), [("step", signal.SIGTERM), ("wait", signal.SIGUSR2)])

@@ -8,23 +8,21 @@ from typing import Any
 import gymnasium as gym
 import pytest
 import torch
-from helpers.batch_checks import (
-    check_a_maker_for_each_worker,
-    check_every_env_kind,
-    check_same_seed_same_batches,
-    check_trajectories_do_not_depend_on_the_number_of_workers,
-)
 from helpers.batch_contract import (
+    DELIVERIES,
     HEAVY,
     LIGHT,
     SPACES,
     T,
     Teller,
+    check_a_maker_for_each_worker,
     check_contract,
+    check_trajectories_do_not_depend_on_the_number_of_workers,
+    same,
 )
-from helpers.counting_envs import (
-    ASYNC_KINDS,
-)
+from helpers.counting_envs import ASYNC_KINDS
+from helpers.policies import CategoricalPolicy
+from tensordict import TensorDict
 
 import distcollect as dc
 
@@ -33,7 +31,7 @@ import distcollect as dc
 @pytest.mark.parametrize("spaces", SPACES[:2], ids="-".join)
 @pytest.mark.parametrize("delivery", LIGHT)
 def test_every_env_kind(delivery: str, kind: str, spaces: tuple[str, str]) -> None:
-    check_every_env_kind(delivery, kind, spaces)
+    check_contract(delivery, kind, spaces)
 
 
 @pytest.mark.parametrize(
@@ -50,25 +48,32 @@ def test_worker_processes(delivery: str, kind: str, spaces: tuple[str, str]) -> 
     check_contract(delivery, kind, spaces)
 
 
-@pytest.mark.parametrize("delivery", ["rpc-async"])
-def test_a_maker_for_each_worker(delivery: str) -> None:
-    check_a_maker_for_each_worker(delivery)
+def test_a_maker_for_each_worker() -> None:
+    check_a_maker_for_each_worker("rpc-async")
 
 
-@pytest.mark.parametrize("delivery", ["rpc-sync"])
-def test_same_seed_same_batches(delivery: str) -> None:
-    check_same_seed_same_batches(delivery)
+def test_same_seed_same_batches() -> None:
+    """Equal bit for bit: the envs, random actions at the start, the policy's noise, and all ids."""
+    torch.manual_seed(0)
+    policy = CategoricalPolicy()
+
+    def collect(*seeds: int) -> list[TensorDict]:
+        options = {"init_random_frames": 50}
+        with DELIVERIES["rpc-sync"].start("CartPole-v1", policy, **options) as collector:
+            batches = []
+            for seed in seeds:
+                assert collector.set_seed(seed) != seed
+                batches += [collector.next(timeout_s=60) for _ in range(4)]
+        return batches
+
+    first, again = collect(3, 4), collect(3, 4)
+    for one, other in zip(first, again, strict=True):
+        assert same(one, other)
+    assert not torch.equal(first[3]["observation"], first[7]["observation"])
 
 
-@pytest.mark.parametrize(
-    ("delivery", "static_seed"),
-    [("rpc-sync", False)],
-)
-def test_trajectories_do_not_depend_on_the_number_of_workers(
-    delivery: str, static_seed: bool
-) -> None:
-
-    check_trajectories_do_not_depend_on_the_number_of_workers(delivery, static_seed)
+def test_trajectories_do_not_depend_on_the_number_of_workers() -> None:
+    check_trajectories_do_not_depend_on_the_number_of_workers("rpc-sync", False)
 
 
 class SlowAtFirst(gym.Wrapper[Any, Any, Any, Any]):

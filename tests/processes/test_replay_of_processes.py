@@ -11,20 +11,43 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-from helpers.replay_buffers import (
-    Buffer,
-    T,
-    check_failure_of_what_collects_is_told,
-    check_weights_while_the_buffer_fills,
-)
+from helpers.replay_buffers import Buffer, T
 from helpers.waiting import eventually
 
 import distcollect as dc
 
 
+class Breaks(gym.Wrapper):
+    """From its 30th step on, kills its process or raises."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(gym.make("CartPole-v1"))
+        self._how, self._left = how, 30
+
+    def step(self, action: Any) -> Any:
+        self._left -= 1
+        if not self._left and self._how == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self._left <= 0:
+            raise OSError("out of paper")
+        return super().step(action)
+
+
 @pytest.mark.parametrize("how", ["dies", "raises"])
 def test_failure_of_what_collects_is_told(how: str) -> None:
-    check_failure_of_what_collects_is_told(dc.aSyncDataCollector, how)
+    buffer = dc.RateLimited(Buffer(), 1.0, min_size=10_000)
+    faults = dc.Faults(max_restarts=0, max_env_faults=0)
+    expected = dc.WorkerLost if how == "dies" else dc.EnvError
+    collector = dc.aSyncDataCollector(
+        lambda: Breaks(how), frames_per_batch=T, replay_buffer=buffer, faults=faults
+    )
+    collector.start()
+    with pytest.raises(dc.CollectorStateError, match=r"no more frames come in: .*(worker 0|paper)"):
+        buffer.sample(4)
+    with pytest.raises(expected):
+        collector.update_policy_weights_()
+    with pytest.raises(expected):
+        collector.async_shutdown()
 
 
 def test_one_that_is_dropped_ends() -> None:
@@ -36,10 +59,6 @@ def test_one_that_is_dropped_ends() -> None:
         eventually(lambda: len(buffer))  # noqa: B023 - called at once
         del collector
         eventually(lambda: "distcollect-collect" not in {t.name for t in threading.enumerate()})
-
-
-def test_weights_while_the_buffer_fills() -> None:
-    check_weights_while_the_buffer_fills(dc.MultiaSyncDataCollector)
 
 
 class Counted(gym.Env[Any, Any]):

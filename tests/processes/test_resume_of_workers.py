@@ -2,30 +2,79 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import sys
 import time
 from pathlib import Path
+from typing import Any
 
+import cloudpickle
+import gymnasium as gym
 import pytest
 import torch
 from helpers.policies import ConstantPolicy
-from helpers.resuming import check_goes_on_with_another_number_of_workers, collector
 from tensordict import TensorDictBase
+from torch import nn
 
 import distcollect as dc
 
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 3), (0, 2), (2, 0)])
+
+def collector(num_workers: int, policy: nn.Module, **kwargs: Any) -> dc.DataCollectorBase:
+    given = {"frames_per_batch": 120, "envs_per_worker": 2, **kwargs}
+    if num_workers == 0:
+        given.pop("staleness", None)
+        return dc.SyncDataCollector("CartPole-v1", policy, **given)
+    return dc.RPCDataCollector(Env, policy, num_workers=num_workers, sync=num_workers == 2, **given)
+
+
+@pytest.mark.parametrize(("before", "after"), [(0, 0), (2, 1), (1, 3), (0, 2), (2, 0)])
 def test_goes_on_with_another_number_of_workers(tmp_path: Path, before: int, after: int) -> None:
-    check_goes_on_with_another_number_of_workers(tmp_path, before, after)
+    policy = ConstantPolicy()
+    ids: set[int] = set()
+    firsts = []
+    saved = tmp_path / "state.json"
+    with collector(before, policy) as first:
+        first.set_seed(3)
+        for _ in range(3):
+            batch = first.next()
+            first.update_policy_weights_(policy)
+            ids |= set(batch["collector", "traj_ids"].unique().tolist())
+            firsts.append(batch["observation"])
+        saved.write_text(json.dumps(first.state_dict()))
+    state = json.loads(saved.read_text())
+    assert (state["frames"], state["policy_version"]) == (360, 3)
+
+    with collector(after, policy, total_frames=600, staleness=dc.Staleness(0, "drop")) as second:
+        second.load_state_dict(state)
+        assert (second.frames, second.policy_version) == (360, 3)
+        batches = 0
+        for batch in second:
+            assert (batch["collector", "policy_version"] == 3 + batches).all()
+            assert second.version_lag == (0, 0, 0)
+            assert not ids & set(batch["collector", "traj_ids"].unique().tolist())
+            # The seed's sequence goes on: the same episodes do not come again.
+            assert not any(
+                torch.equal(batch["observation"].flatten(0, -2)[0], b.flatten(0, -2)[0])
+                for b in firsts
+            )
+            batches += 1
+            second.update_policy_weights_(policy)
+        assert batches == 2
+        assert second.frames == 600
 
 
-def pid_of(collector: dc.RPCDataCollector, worker_id: int) -> int:
-    processes = collector._session.workers._lifecycle.processes.values()
-    [connection] = [p.connection for p in processes if p.worker_id == worker_id]
-    assert connection is not None
-    return int(connection.hello.pid)
+class Env(gym.Wrapper[Any, Any, Any, Any]):
+    """CartPole that tells its process."""
+
+    def __init__(self) -> None:
+        super().__init__(gym.make("CartPole-v1"))
+
+    def pid(self) -> int:
+        return os.getpid()
 
 
 def block_of_worker_1(batch: TensorDictBase) -> set[int]:
@@ -37,7 +86,7 @@ def block_of_worker_1(batch: TensorDictBase) -> set[int]:
 def test_replaced_workers_know_where_the_run_was() -> None:
     policy = ConstantPolicy()
     state = {
-        "format": 1,
+        "format": 2,
         "frames": 0,
         "policy_version": 41,
         "next_traj_id": 5 << 40,
@@ -48,7 +97,7 @@ def test_replaced_workers_know_where_the_run_was() -> None:
         assert isinstance(resumed, dc.RPCDataCollector)
         resumed.load_state_dict(state)
         before = resumed.next()
-        os.kill(pid_of(resumed, 1), signal.SIGKILL)
+        os.kill(resumed.call("pid", worker_ids=1)[1][0], signal.SIGKILL)
         deadline = time.monotonic() + 60
         while not block_of_worker_1(after := resumed.next()) - block_of_worker_1(before):
             assert time.monotonic() < deadline, resumed.worker_states
