@@ -14,7 +14,6 @@ from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar, cast
 
-import torch
 from tensordict import TensorDict
 from torch import nn
 
@@ -122,7 +121,7 @@ class DataCollectorBase(ABC):
         self._seed: tuple[int, bool] | None = None
         self._resumes = 0  # how often the run was resumed
         self._evaluated: Evaluation | None = None
-        self._version_before_load: int | None = None  # set until a load has ended
+        self._is_loading = False  # until a load has ended
         load("trainers")(type(self))
         self._monitor_thread = monitor = MonitorThread(options.monitor, options.trace)
         self._close_monitor = Finalizer(self, partial(monitor.close, None), _MONITOR_LIMIT_S)
@@ -752,13 +751,12 @@ class DataCollectorBase(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where another collector ended; its class and number of workers may differ.
 
-        Frames and versions are counted from there, and no traj_id is used twice. If the policy has
-        other weights than the state, it gets the state's, and so do the workers. Without weights in
-        the state, the policy that this collector was made with is taken to be that of the state's
-        ``policy_version``: load its weights before you make the collector, or send them afterwards.
-        Unfinished trajectories are
-        not continued. If there was a seed, the envs get new seeds derived from it, so that they
-        don't repeat earlier episodes.
+        Frames and versions are counted from there, and no traj_id is used twice. If the state has
+        weights, the policy and the workers get these. Without, the policy that this collector was
+        made with is taken to be that of the state's ``policy_version``: load its weights before you
+        make the collector, or send them afterwards. Unfinished trajectories are not continued. If
+        there was a seed, the envs get new seeds derived from it, so that they don't repeat earlier
+        episodes.
 
         Args:
             state: from :meth:`state_dict`.
@@ -781,17 +779,25 @@ class DataCollectorBase(ABC):
                 f"this is no state of a collector (format {_STATE_FORMAT}): {str(state)[:100]}; "
                 "give what state_dict() returned"
             )
-        version = self._version_before_load  # what an interrupted load has published doesn't count
-        version = self.policy_version if version is None else version
-        if state["policy_version"] < version:
+        # What an interrupted load has published doesn't count.
+        if state["policy_version"] < self.policy_version and not self._is_loading:
             raise ArgumentError(
                 f"the state has policy_version {state['policy_version']}, but this collector has "
-                f"published version {version} already: load the state first"
+                f"published version {self.policy_version} already: load the state first"
             )
-        again = self._version_before_load is not None
-        self._version_before_load = version
-        self._load_policy(state.get("policy_state_dict"), again)
+        weights = state.get("policy_state_dict")
+        has_weights = weights is not None and isinstance(self.policy, nn.Module)
+        if has_weights:
+            try:
+                self.policy.load_state_dict(weights)
+            except RuntimeError as error:
+                raise ArgumentError(
+                    f"the state has the weights of another policy: {error}"
+                ) from error
         # From here on, workers may be waited for. If that is interrupted, load the state again.
+        self._is_loading = True
+        if has_weights:
+            self.update_policy_weights_()
         self._flow.frames = self._flow.resumed_frames = state["frames"]
         self._resumes = state["resumes"] + 1
         self._backend.resume(state["policy_version"], state["next_traj_id"], state["frames"])
@@ -799,30 +805,7 @@ class DataCollectorBase(ABC):
             seed, static_seed = state["seed"]
             self.set_seed(env_seed(seed, self._resumes, stream=Stream.RESUMED), static_seed)
             self._seed = seed, static_seed
-        self._version_before_load = None
-
-    def _load_policy(self, weights: Mapping[str, Any] | None, again: bool) -> None:
-        """Give the policy, and the workers, these weights, if the policy has others.
-
-        ``again``: the workers get them in any case, as only the policy may have them so far.
-        """
-        if weights is None or not isinstance(self.policy, nn.Module):
-            return
-        own = self.policy.state_dict()
-        same = own.keys() == weights.keys() and all(_same(own[name], weights[name]) for name in own)
-        if same and not again:
-            return
-        try:
-            self.policy.load_state_dict(weights)
-        except RuntimeError as error:
-            raise ArgumentError(f"the state has the weights of another policy: {error}") from error
-        self.update_policy_weights_()
-
-
-def _same(one: Any, other: Any) -> bool:
-    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
-        return bool(one == other)
-    return one.shape == other.shape and torch.equal(one, other.to(one.device))
+        self._is_loading = False
 
 
 # TorchRL's name for it.

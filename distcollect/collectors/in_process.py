@@ -271,13 +271,7 @@ class InProcess(Backend):
             )
         with self._paused(request.timeout_s):
             self.engine.weights.apply()
-            return self._evaluator.evaluate(
-                request.num_episodes,
-                version=self.engine.weights.version,
-                deterministic=request.deterministic,
-                seed=request.seed,
-                timeout_s=request.timeout_s,
-            )
+            return self._evaluator.evaluate(request, self.engine.weights.version)
 
     def _paused(self, timeout_s: float) -> AbstractContextManager[None]:
         """Within, the thread that collects in the background waits."""

@@ -19,6 +19,7 @@ from distcollect.policy.base import Exploration
 from distcollect.results import Evaluation
 from distcollect.rollout.slabs import new_slab
 from distcollect.rollout.spaces import Key
+from distcollect.transport.worker_service import EvaluationRequest
 
 log = logging.getLogger(__name__)
 
@@ -46,45 +47,35 @@ class Evaluator:
         self._metrics = metrics or {}
         self._engines: dict[Exploration, EngineBase] = {}
 
-    def evaluate(
-        self,
-        num_episodes: int,
-        *,
-        version: int,
-        deterministic: bool,
-        seed: int | None,
-        timeout_s: float,
-    ) -> Evaluation:
-        """Play ``num_episodes`` episodes; every env plays about as many as any other.
+    def evaluate(self, request: EvaluationRequest, version: int) -> Evaluation:
+        """Play whole episodes; every env plays about as many as any other.
 
         Args:
-            num_episodes: number of episodes in all.
+            request: how many, and how.
             version: policy_version of the policy.
-            deterministic: take the most likely action where the policy has a distribution.
-            seed: seed of envs and actions; None: a random one.
-            timeout_s: seconds for all episodes together.
 
         Raises:
             DeadlineError: the episodes took longer.
             EnvError: an env raised.
             PolicyError: the policy raised.
         """
-        deadline = time.monotonic() + timeout_s
-        exploration = Exploration.DETERMINISTIC if deterministic else Exploration.RANDOM
+        deadline = time.monotonic() + request.timeout_s
+        exploration = Exploration.DETERMINISTIC if request.deterministic else Exploration.RANDOM
         with _random_state_restored():
             if exploration not in self._engines:
                 self._engines[exploration] = self._make_engine(exploration)
             engine = self._engines[exploration]
-            num_envs = engine.layout.num_envs
+            seed = request.seed
             if seed is None:
                 seed = int(np.random.SeedSequence().generate_state(1)[0])
-            episodes = self._play(engine, seed, shares(num_episodes, num_envs), deadline)
+            num_each = shares(request.num_episodes, engine.layout.num_envs)
+            episodes = self._play(engine, seed, num_each, deadline)
         returns, lengths, values = zip(*episodes, strict=True)
         columns = zip(self._metrics, zip(*values, strict=True), strict=True)
         return Evaluation(
             torch.tensor(returns, dtype=torch.float64),
             torch.tensor(lengths),
-            torch.full((num_episodes,), version),
+            torch.full((request.num_episodes,), version),
             {name: torch.tensor(column, dtype=torch.float64) for name, column in columns},
         )
 

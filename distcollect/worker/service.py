@@ -312,13 +312,7 @@ class Worker(WorkerService):
         engine.weights.apply()
         try:
             with self.counter.doing(Task.EVALUATE, request.timeout_s):
-                return evaluator.evaluate(
-                    request.num_episodes,
-                    version=engine.weights.version,
-                    deterministic=request.deterministic,
-                    seed=request.seed,
-                    timeout_s=request.timeout_s,
-                )
+                return evaluator.evaluate(request, engine.weights.version)
         finally:
             engine.step_timer.restart_wait()
 
