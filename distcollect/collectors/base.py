@@ -8,7 +8,7 @@ import logging
 import warnings
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from types import TracebackType
@@ -538,6 +538,50 @@ class DataCollectorBase(ABC):
     @abstractmethod
     def getattr_env(self, attr: str) -> Any:
         """An attribute of the envs; with workers, of the first env of the first worker."""
+
+    def map_fn(
+        self,
+        method_name: str,
+        list_of_args: Sequence[tuple[Any, ...]] | None = None,
+        list_of_kwargs: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[Any]:
+        """Call a method of each worker, by TorchRL's names; see also :meth:`call`.
+
+        Without workers, call a method of this collector once for each of several arguments.
+
+        Args:
+            method_name: as for ``get_distant_attr``.
+            list_of_args: positional arguments, one tuple for each call.
+            list_of_kwargs: keyword arguments, one dict for each call.
+
+        Returns:
+            The result of each call, in the order of worker_id; of several envs a list.
+
+        Raises:
+            ArgumentError: there is nothing of this name, or a list has another length.
+        """
+        self._check_open()
+        targets = self._map_targets or [0] * len(list_of_args or list_of_kwargs or "1")
+        for name, given in (("list_of_args", list_of_args), ("list_of_kwargs", list_of_kwargs)):
+            if given is not None and len(given) != len(targets):
+                raise ArgumentError(
+                    f"Expected {len(targets)} argument entries in {name}, not {len(given)}: both "
+                    "lists must have the same length, and with workers one entry for each"
+                )
+        args, kwargs = list_of_args or [()] * len(targets), list_of_kwargs or [{}] * len(targets)
+        return [
+            self._map_one(worker_id, method_name, *each, **named)
+            for worker_id, each, named in zip(targets, args, kwargs, strict=True)
+        ]
+
+    @property
+    def _map_targets(self) -> Sequence[int]:
+        """Ids of the workers of which each gets one call of :meth:`map_fn`; empty without any."""
+        return ()
+
+    @abstractmethod
+    def _map_one(self, worker_id: int, path: str, *args: Any, **kwargs: Any) -> Any:
+        """Call the method, or read the attribute, that ``path`` names."""
 
     def increment_version(self) -> None:
         """Publish the policy's present weights as the next ``policy_version``."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -162,41 +162,11 @@ class RPCDataCollector(DataCollectorBase):
         """
         return self.map_fn(attr)
 
-    def map_fn(
-        self,
-        method_name: str,
-        list_of_args: Sequence[tuple[Any, ...]] | None = None,
-        list_of_kwargs: Sequence[Mapping[str, Any]] | None = None,
-    ) -> list[Any]:
-        """Call a method of each worker, by TorchRL's names; see also :meth:`call`.
+    @property
+    def _map_targets(self) -> Sequence[int]:
+        return sorted(self._session.pool.worker_ids)
 
-        Args:
-            method_name: as for :meth:`get_distant_attr`.
-            list_of_args: positional arguments, one tuple for each worker.
-            list_of_kwargs: keyword arguments, one dict for each worker.
-
-        Returns:
-            The result of each worker, in the order of worker_id; of several envs a list.
-
-        Raises:
-            ArgumentError: workers have nothing of this name, or a list has another length.
-            EnvError: an env has no such method, or it raised.
-        """
-        self._check_open()
-        workers = sorted(self._session.pool.worker_ids)
-        for name, given in (("list_of_args", list_of_args), ("list_of_kwargs", list_of_kwargs)):
-            if given is not None and len(given) != len(workers):
-                raise ArgumentError(
-                    f"Expected {len(workers)} argument entries in {name}, one for each worker, not "
-                    f"{len(given)}"
-                )
-        args, kwargs = list_of_args or [()] * len(workers), list_of_kwargs or [{}] * len(workers)
-        return [
-            self._apply(worker_id, method_name, *each, **named)
-            for worker_id, each, named in zip(workers, args, kwargs, strict=True)
-        ]
-
-    def _apply(self, worker_id: int, path: str, *args: Any, **kwargs: Any) -> Any:
+    def _map_one(self, worker_id: int, path: str, *args: Any, **kwargs: Any) -> Any:
         if path == "get_distant_attr":
             [path], args, kwargs = [*args, *kwargs.values()], (), {}
         if path == "worker_idx":
@@ -345,17 +315,15 @@ class RPCDataCollector(DataCollectorBase):
 
     def _check_hands_over(self, method: str) -> None:
         self._check_delivers()
-        options = self._options
-        for given, reason in (
-            (options.sync, "is for sync=False: in sync mode a batch is a rollout of every worker"),
-            (options.reproducible, "is not for reproducible=True: the order depends on timing"),
-            (
-                options.trajs_per_batch is not None,
-                "is not for trajs_per_batch: trajectories span rollouts",
-            ),
-        ):
-            if given:
-                raise CollectorStateError(f"{method}() {reason}")
+        reason = ""
+        if self._options.sync:
+            reason = "is for sync=False: in sync mode a batch is a rollout of every worker"
+        elif self._options.reproducible:
+            reason = "is not for reproducible=True: the order depends on timing"
+        elif self._options.trajs_per_batch is not None:
+            reason = "is not for trajs_per_batch: trajectories span rollouts"
+        if reason:
+            raise CollectorStateError(f"{method}() {reason}")
 
     def init_updater(self, *args: Any, **kwargs: Any) -> None:
         """Pass arguments to the weight updater's ``init``."""

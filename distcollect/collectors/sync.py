@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from distcollect.collectors.finalizer import Finalizer, close_later
 from distcollect.collectors.in_process import InProcess
 from distcollect.collectors.options import SyncOptions
 from distcollect.collectors.signature import takes
-from distcollect.errors import ArgumentError, ArgumentTypeError, CollectorStateError
+from distcollect.errors import ArgumentTypeError, CollectorStateError
 from distcollect.integrations import load
 from distcollect.pool.publisher import Weights, WorkerIds
 from distcollect.telemetry.recorder import StatsRecorder
@@ -79,32 +79,8 @@ class SyncDataCollector(DataCollectorBase):
         """An attribute of this collector, or with dots of its parts, such as "env.specs"."""
         return operator.attrgetter(attr)(self)
 
-    def map_fn(
-        self,
-        method_name: str,
-        list_of_args: Sequence[tuple[Any, ...]] | None = None,
-        list_of_kwargs: Sequence[Mapping[str, Any]] | None = None,
-    ) -> list[Any]:
-        """Call a method of this collector once for each of several arguments.
-
-        Args:
-            method_name: name of the method.
-            list_of_args: positional arguments of each call.
-            list_of_kwargs: keyword arguments of each call.
-
-        Raises:
-            ArgumentError: the two lists have different lengths.
-        """
-        count = len(list_of_args or list_of_kwargs or "1")
-        args = list(list_of_args or [()] * count)
-        kwargs = list(list_of_kwargs or [{}] * count)
-        if len(args) != len(kwargs):
-            raise ArgumentError(
-                f"list_of_args and list_of_kwargs must have the same length, not {len(args)} and "
-                f"{len(kwargs)}"
-            )
-        method = self.get_distant_attr(method_name)
-        return [method(*each, **named) for each, named in zip(args, kwargs, strict=True)]
+    def _map_one(self, worker_id: int, path: str, *args: Any, **kwargs: Any) -> Any:
+        return self.get_distant_attr(path)(*args, **kwargs)
 
     def fake_tensordict(self) -> TensorDict:
         """A batch of zeros, with the entries and the shape of the batches that it will deliver.

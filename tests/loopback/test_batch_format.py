@@ -287,3 +287,23 @@ def test_entries_that_are_no_tensors_are_split_too() -> None:
     rows = TensorDict({"inner": inner, "collector": {"traj_ids": ids}}, [1, 5])
     text = split(rows).get(("inner", "text"))
     assert text.tolist() == [["a0", "a1", "a1"], ["b0", "b1", "b2"]]
+
+
+def test_rollouts_joined_along_time_have_no_padding() -> None:
+    """The second worker is preempted."""
+
+    class OneIsSlow(Lengths):
+        def __init__(self, context: dc.EnvContext) -> None:
+            super().__init__(context.worker_id, (T,))
+
+        def step(self, action: Any) -> Any:
+            time.sleep(0.2 * self._index)
+            return super().step(action)
+
+    settings = {"cat_results": -1, "preemptive_threshold": 0.5}
+    with make(dc.MultiSyncDataCollector, OneIsSlow, num_envs=1, **settings) as collector:
+        batch = collector.next()
+    assert T <= len(batch) < 2 * T
+    assert (batch["collector", "traj_ids"] >= 0).all()
+    assert batch["collector", "mask"].all()
+    assert batch["observation"][:T, 0].tolist() == [0] * T

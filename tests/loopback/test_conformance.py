@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -99,31 +98,10 @@ def test_init_random_frames(delivery: str) -> None:
     # Workers may be of any speed: the rollouts requested first may arrive late.
     if way.on_policy:
         assert random[:2] == [True, True]
-    of_worker: dict[int, list[bool]] = {}
-    for batch, is_random in zip(oracle.clones, random, strict=True):
-        worker_id = int(batch["collector", "worker_id"].flatten()[0])
-        of_worker.setdefault(worker_id, []).append(is_random)
-    for flags in of_worker.values():
-        assert flags == sorted(flags, reverse=True), "random ones come first"
     for batch, is_random in zip(oracle.clones, random, strict=True):
         chosen = batch["observation"].sum(-1).long() % 5
         assert torch.equal(batch["action"], chosen) != is_random
         assert bool(batch["sum"].any()) != is_random
-
-
-class RampMaker:
-    """A maker with a context makes an env for each worker and row."""
-
-    def __call__(self, context: dc.EnvContext) -> CountingEnv:
-        assert context.incarnation == 0
-        return CountingEnv(context.worker_id * N + context.env_index, "dict", "box")
-
-
-@pytest.mark.parametrize("delivery", LIGHT)
-def test_makers_with_a_context(delivery: str) -> None:
-    way = DELIVERIES[delivery]
-    started = replace(way, collector=lambda _, *args, **kw: way.collector(RampMaker(), *args, **kw))
-    run(started, CountingMaker("plain", N, "dict", "box"))
 
 
 @pytest.mark.parametrize("delivery", LIGHT[1:])
@@ -190,16 +168,6 @@ def test_total_frames(delivery: str) -> None:
         with pytest.raises(StopIteration):
             collector.next()
     oracle.check()
-
-
-@pytest.mark.parametrize("delivery", LIGHT)
-def test_endless_by_default(delivery: str) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        collector = DELIVERIES[delivery].start(CountingMaker("plain", N), steps=2)
-    with collector:
-        assert collector.total_frames == -1
-        assert sum(1 for _ in zip(range(100), collector, strict=False)) == 100
 
 
 @pytest.mark.parametrize("delivery", LIGHT)

@@ -189,7 +189,7 @@ class TestAttributes:
             assert collector.getattr_rb("size") == 5
             assert collector.get_distant_attr("policy.name") == "mine"
             assert collector.map_fn("getattr_policy", [("name",), ("name",)]) == ["mine"] * 2
-            with pytest.raises(dc.ArgumentError, match="same length, not 2 and 1"):
+            with pytest.raises(dc.ArgumentError, match="in list_of_kwargs, not 1"):
                 collector.map_fn("getattr_policy", [("name",), ("name",)], [{}])
 
     def test_reset_begins_new_trajectories(self) -> None:
