@@ -130,7 +130,8 @@ class Engine(EngineBase):
         if random:
             for array in slab.extras.values():
                 array.fill(0)
-        policy.exploring().call(self._loop.fill, slab, policy, fresh=fresh)
+        with policy.exploring():
+            self._loop.fill(slab, policy, fresh=fresh)
         if not self._warned_of_rewards and np.isinf(slab.reward).any():
             self._warned_of_rewards = True
             log.warning(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ParamSpec, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -18,9 +17,6 @@ from torch.distributions import Distribution
 from distcollect.errors import ArgumentError, PolicyError
 from distcollect.policy.recurrent import PolicyState
 from distcollect.rollout.spaces import Leaf
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 class Exploration(str, enum.Enum):
@@ -139,38 +135,11 @@ class Policy(ABC):
     def seed(self, seeds: Sequence[int]) -> None:
         """From now on draw for env i from a stream of its own, seeded with ``seeds[i]``."""
 
-    def exploring(self) -> Contexts:
-        """Return the contexts in which the calls of a rollout are made."""
-        return Contexts(torch.no_grad())
+    def exploring(self) -> AbstractContextManager[Any]:
+        """Return a context for the calls of a rollout; it can be entered once."""
+        return torch.no_grad()
 
     def try_out(self) -> None:
         """Call the policy for the first time, to learn which extras it returns."""
-        self.exploring().call(self)
-
-
-class Contexts:
-    """Several contexts, which can be left again if an exception broke off the first time."""
-
-    def __init__(self, *contexts: AbstractContextManager[Any]) -> None:
-        self._contexts = contexts
-        self._entered: list[tuple[Any, AbstractContextManager[Any]]] = []
-
-    def __enter__(self) -> None:
-        for context in self._contexts:
-            self._entered.append((context.__enter__(), context))
-
-    def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call a function within them; what it returns.
-
-        They are left twice, as an exception such as Ctrl-C may break off the first time: the thread
-        may be the user's, whose gradients must not stay disabled.
-        """
-        with contextlib.ExitStack() as again:
-            again.callback(self.__exit__, None, None, None)
-            with self:
-                return function(*args, **kwargs)
-
-    def __exit__(self, *exc: Any) -> None:
-        while self._entered:
-            self._entered[-1][1].__exit__(*exc)
-            self._entered.pop()
+        with self.exploring():
+            self()

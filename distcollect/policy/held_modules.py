@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from functools import partial
 from inspect import getattr_static
+from itertools import chain
 from types import CodeType, FunctionType, MethodType, ModuleType
 
 import torch
@@ -37,16 +38,21 @@ def held_modules(policy: object) -> dict[str, nn.Module]:
             continue
         seen[id(thing)] = thing
         if isinstance(thing, nn.Module):
-            if not _is_env(thing):
+            if all(kind.__name__ != "EnvBase" for kind in type(thing).__mro__):
                 found[_free_name(name or "policy", found)] = thing
-                to_search.extend(_wrapped_by(thing, name))
+                # TensorDictModules may call what is no module.
+                inner = (part for part in thing.modules() if isinstance(part, TensorDictModule))
+                to_search.extend(
+                    (name, part.module) for part in inner if not isinstance(part.module, nn.Module)
+                )
         elif not isinstance(thing, _NEVER_SEARCHED):
             to_search.extend((f"{name}_{part}".strip("_"), inner) for part, inner in _parts(thing))
     within = {id(part) for each in found.values() for part in each.modules() if part is not each}
     return {
         name: module
         for name, module in found.items()
-        if id(module) not in within and _has_weights(module)
+        if id(module) not in within
+        and any(True for _ in chain(module.parameters(), module.buffers()))
     }
 
 
@@ -115,18 +121,3 @@ def _global_names(code: CodeType) -> dict[str, None]:
         if isinstance(inner, CodeType):
             names |= _global_names(inner)
     return names
-
-
-def _wrapped_by(module: nn.Module, name: str) -> Iterator[tuple[str, object]]:
-    """Return what the TensorDictModules within a module call, where that is no module."""
-    for part in module.modules():
-        if isinstance(part, TensorDictModule) and not isinstance(part.module, nn.Module):
-            yield name, part.module
-
-
-def _has_weights(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters()) or any(True for _ in module.buffers())
-
-
-def _is_env(module: nn.Module) -> bool:
-    return any(kind.__name__ == "EnvBase" for kind in type(module).__mro__)

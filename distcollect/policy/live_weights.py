@@ -133,7 +133,9 @@ class LiveWeights:
         for owner, name, tensor in self._places:
             if getattr(owner, name, None) is not tensor:  # a forward pass has assigned another
                 setattr(owner, name, tensor)
-        views = self._views_of(buffer)
+        if buffer.data_ptr() not in self._views:  # as it takes time between two steps
+            self._views[buffer.data_ptr()] = self.layout.views(buffer)
+        views = self._views[buffer.data_ptr()]
         for tensor, view, pointed in zip(self._tensors, views, self._pointed, strict=True):
             if pointed:
                 tensor.data = view
@@ -145,13 +147,6 @@ class LiveWeights:
         if before is not None:
             with self._lock:
                 self._spares.append(before)
-
-    def _views_of(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """Return the buffer's views; made only once, as that takes time between two steps."""
-        views = self._views.get(buffer.data_ptr())
-        if views is None:
-            views = self._views[buffer.data_ptr()] = self.layout.views(buffer)
-        return views
 
 
 def _places(

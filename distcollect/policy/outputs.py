@@ -64,8 +64,10 @@ class OutputReader:
         self._exploration = exploration
         self._actions = [self._column(leaf.key, leaf) for leaf in leaves_of(action_space, "action")]
         self._state_leaves = state
-        self._state: list[_Column] = []  # known after the first call, as the next
-        self._extras: list[_Column] | None = None
+        self._state_keys = [leaf.key for leaf in state]
+        # Extras, then the state; known after the first call.
+        self._columns: list[_Column] | None = None
+        self._num_extras = 0
         self._action_is_leaf = self._actions[0].name == ("action",)
         # With such a space, a pair of a value and a dict is an action, not an action with extras.
         self._action_is_pair_with_dict = (
@@ -77,7 +79,7 @@ class OutputReader:
     @property
     def extras(self) -> tuple[Leaf, ...]:
         """Leaves that the policy returns besides the action; known after the first call."""
-        return tuple(column.leaf for column in self._extras or ())
+        return tuple(column.leaf for column in (self._columns or ())[: self._num_extras])
 
     def _column(self, name: Any, leaf: Leaf) -> _Column:
         return _Column(name, leaf, torch.Size((self._num_envs, *leaf.shape)))
@@ -89,42 +91,42 @@ class OutputReader:
             PolicyError: ``output`` is of no accepted kind, does not fit the action space, or has
                 other extras than the first time, or extras of another shape or kind of dtype.
         """
-        chosen: Sequence[Any]
-        written: Mapping[Any, Any]
-        is_td = type(output) is not tuple and isinstance(output, TensorDictBase)
-        if is_td:
-            written = output
-            try:
-                chosen = [output[column.name] for column in self._actions]
-            except (KeyError, ValueError):  # or the action is no branch, or no leaf
-                raise self._no_action(output) from None
-        else:
-            chosen, written = self._split(output)
+        chosen, written = self._split(output)
         actions = []
         for (_, leaf, shape), value in zip(self._actions, chosen, strict=True):
             array = fitted(value, leaf, shape)
             if array is None:
-                raise self._action_error(leaf, to_tensor(value, leaf.key))
+                raise self._misfit(leaf, value, shape)
             actions.append(array)
-        if self._extras is None:
-            self._extras = self._learn(written)
-        if not is_td and len(written) != len(self._extras) + len(self._state):
-            self._check_state(written)
+        if self._columns is None:
+            self._columns = self._learn(written)
+        if written is not output and len(written) != len(self._columns):
             raise self._changed(written)
-        extras = []
-        for name, leaf, shape in self._extras:
+        arrays = []
+        for name, leaf, shape in self._columns:
             try:
                 value = written[name]
             except KeyError:
                 raise self._changed(written) from None
             array = fitted(value, leaf, shape)
             if array is None:
-                raise _misfit("wrote", leaf, value, shape, "the first time: these must not change")
-            extras.append(array)
-        return actions, extras, self._read_state(written) if self._state else {}
+                raise self._misfit(leaf, value, shape)
+            arrays.append(array)
+        if not self._state_keys:
+            return actions, arrays, {}
+        state = dict(zip(self._state_keys, arrays[self._num_extras :], strict=True))
+        return actions, arrays[: self._num_extras], state
 
     def _split(self, output: Any) -> tuple[Sequence[Any], Mapping[Any, Any]]:
-        """Return the parts of an action or distribution, and what stands beside it, by name."""
+        """Return the parts of an action or distribution, and what stands beside it, by name.
+
+        A TensorDict stands beside its own action.
+        """
+        if type(output) is not tuple and isinstance(output, TensorDictBase):
+            try:
+                return [output[column.name] for column in self._actions], output
+            except (KeyError, ValueError):  # or the action is no branch, or no leaf
+                raise self._no_action(output) from None
         written: Mapping[Any, Any] = {}
         if type(output) is tuple and len(output) == 2 and not self._action_is_pair_with_dict:
             first, second = output
@@ -166,13 +168,14 @@ class OutputReader:
         """Find the extras and the state in what the policy wrote in the first call."""
         taken = {*self._input_keys, *(column.leaf.key for column in self._actions)}
         is_td = isinstance(written, TensorDictBase)
-        names = [("next", *leaf.key) if is_td else leaf.key for leaf in self._state_leaves]
-        self._state = [
-            self._column(name if len(name) > 1 else name[0], leaf)
-            for name, leaf in zip(names, self._state_leaves, strict=True)
+        keys = [("next", *leaf.key) if is_td else leaf.key for leaf in self._state_leaves]
+        state = [
+            self._column(key if len(key) > 1 else key[0], leaf)
+            for key, leaf in zip(keys, self._state_leaves, strict=True)
         ]
-        self._check_state(written)
-        known = {_key(column.name) for column in self._state} | (taken if is_td else set())
+        if missing := _missing(state, written):
+            raise missing
+        known = {*keys} | (taken if is_td else set())
         extras = []
         for name in _names(written):
             key = _key(name)
@@ -189,27 +192,8 @@ class OutputReader:
                     f"dimension must be the {self._num_envs} envs"
                 )
             extras.append(self._column(name, Leaf(key, tuple(value.shape[1:]), value.dtype)))
-        return extras
-
-    def _check_state(self, written: Mapping[Any, Any]) -> None:
-        """Raise PolicyError unless the whole state is there."""
-        if missing := [c.leaf.key for c in self._state if written.get(c.name, None) is None]:
-            raise PolicyError(
-                f"the policy returned no {_dotted(missing)}: it must return its whole state each "
-                'time, under the same names; a TensorDict policy writes it under "next"'
-            )
-
-    def _read_state(self, written: Mapping[Any, Any]) -> Arrays:
-        """Return the state that the policy reads in the next frame."""
-        self._check_state(written)
-        state: Arrays = {}
-        for name, leaf, shape in self._state:
-            array = fitted(written[name], leaf, shape)
-            if array is None:
-                at = "at the start of episodes"
-                raise _misfit("returned the state", leaf, written[name], shape, at)
-            state[leaf.key] = array
-        return state
+        self._num_extras = len(extras)
+        return extras + state
 
     def _no_action(self, output: TensorDictBase) -> PolicyError:
         written = [*map(_key, _names(output))]
@@ -222,34 +206,44 @@ class OutputReader:
 
     def _changed(self, written: Mapping[Any, Any]) -> PolicyError:
         before = [leaf.key for leaf in self.extras]
-        return PolicyError(
+        state = (self._columns or [])[self._num_extras :]
+        return _missing(state, written) or PolicyError(
             f"the policy wrote {_dotted(map(_key, _names(written))) or 'nothing'} beside the "
             f"action, but {_dotted(before) or 'nothing'} the first time: these must not change"
         )
 
-    def _action_error(self, leaf: Leaf, got: torch.Tensor) -> PolicyError:
-        hint = ""
-        space = self._action_space
-        if isinstance(space, gym.spaces.Discrete) and got.shape[1:] == (int(space.n),):
-            hint = "; these look like logits or a one-hot vector: return the action's index"
-        elif got.shape in {leaf.shape, (1, *leaf.shape)}:
-            hint = "; the policy always sees, and returns, a leading dimension of envs"
-        elif got.shape == (self._num_envs, *leaf.shape, 1):
-            hint = "; drop the last dimension, as with squeeze(-1)"
+    def _misfit(self, leaf: Leaf, value: Any, shape: torch.Size) -> PolicyError:
+        got, space = to_tensor(value, leaf.key), self._action_space
+        how, needs, end = "wrote", "of ", " the first time: these must not change"
+        if leaf in self._state_leaves:
+            how, end = "returned the state", " at the start of episodes"
+        elif leaf in [column.leaf for column in self._actions]:
+            how, needs, end = (
+                "returned",
+                f"{self._num_envs} env(s) with action space {space} need ",
+                "",
+            )
+            if isinstance(space, gym.spaces.Discrete) and got.shape[1:] == (int(space.n),):
+                end = "; these look like logits or a one-hot vector: return the action's index"
+            elif got.shape in {leaf.shape, (1, *leaf.shape)}:
+                end = "; the policy always sees, and returns, a leading dimension of envs"
+            elif got.shape == (*shape, 1):
+                end = "; drop the last dimension, as with squeeze(-1)"
         return PolicyError(
-            f"the policy returned {'.'.join(leaf.key)!r} of shape {list(got.shape)} and dtype "
-            f"{dtype_name(got.dtype)}, but {self._num_envs} env(s) with action space "
-            f"{space} need shape {[self._num_envs, *leaf.shape]} and dtype "
-            f"{dtype_name(leaf.dtype)}{hint}"
+            f"the policy {how} {'.'.join(leaf.key)!r} of shape {list(got.shape)} and dtype "
+            f"{dtype_name(got.dtype)}, but {needs}shape {list(shape)} and dtype "
+            f"{dtype_name(leaf.dtype)}{end}"
         )
 
 
-def _misfit(how: str, leaf: Leaf, value: Any, shape: torch.Size, when: str) -> PolicyError:
-    got = to_tensor(value, leaf.key)
+def _missing(state: Sequence[_Column], written: Mapping[Any, Any]) -> PolicyError | None:
+    """Return the error for a part of the state that is not there, if any."""
+    missing = [column.leaf.key for column in state if written.get(column.name, None) is None]
+    if not missing:
+        return None
     return PolicyError(
-        f"the policy {how} {'.'.join(leaf.key)!r} of shape {list(got.shape)} and dtype "
-        f"{dtype_name(got.dtype)}, but of shape {list(shape)} and dtype {dtype_name(leaf.dtype)} "
-        f"{when}"
+        f"the policy returned no {_dotted(missing)}: it must return its whole state each "
+        'time, under the same names; a TensorDict policy writes it under "next"'
     )
 
 

@@ -5,8 +5,12 @@ generator, so the numbers of env i depend on the envs that it is stepped with. W
 :meth:`PerEnvRng.drawing`, they depend only on the env's seed, the number of its frame, and how many
 numbers were drawn in that frame before.
 
-Torch's operations that draw random numbers are replaced meanwhile; see
-:mod:`distcollect.policy.redirected_ops`.
+Torch's operations that draw random numbers are replaced meanwhile, in the threads that ask for it.
+Torch looks up the function that carries out an operation by "dispatch keys": device, autograd and
+others. The replacements are registered for a key that torch doesn't use, and this key is added for
+the calling thread. So calls from C++ functions of torch, such as dropout, and from scripted code
+come here too. All other operations pass on to the next key within C++, which costs nothing that can
+be measured.
 """
 
 from __future__ import annotations
@@ -20,9 +24,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.library import Library, fallthrough_kernel
 
-from distcollect.policy.redirected_ops import Replacement, has_data, redirect
+from distcollect.errors import PolicyError
 from distcollect.policy.splitmix import SplitMixStreams
+
+# Torch keeps this key for the package torchdistx, which is no longer developed.
+KEY_NAME = "DeferredInit"
+
+_REGISTERED: list[Any] = []  # torch forgets a registration together with its Library
 
 
 class PerEnvRng(SplitMixStreams):
@@ -50,31 +60,6 @@ class _Thread(threading.local):
 
 
 _THREAD = _Thread()
-
-
-def _replacement(
-    instead: Callable[..., Tensor | None] | None, redraw: Callable[..., bool] | None
-) -> Replacement:
-    """Return what is called instead of an operation that draws; see the tables below."""
-
-    def replacement(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        rng = _THREAD.rng
-        if instead is not None:
-            drawn = instead(rng, *args)
-            if drawn is not None:
-                return drawn
-        # Let torch check the arguments and allocate the result.
-        drawn = op(*args, **kwargs)
-        first = drawn[0] if isinstance(drawn, tuple) else drawn
-        if (
-            _has_rows(rng, first)
-            and has_data(first)
-            and (redraw is None or not redraw(rng, drawn, *args))
-        ):
-            _redraw_each(rng, drawn, op, args, kwargs)
-        return drawn
-
-    return replacement
 
 
 def _has_rows(rng: PerEnvRng, drawn: Tensor) -> bool:
@@ -129,12 +114,6 @@ def _normal_(rng: PerEnvRng, given: Tensor, mean: float = 0.0, std: float = 1.0)
     return given
 
 
-def _exponential_(rng: PerEnvRng, given: Tensor, rate: float = 1.0) -> Tensor | None:
-    if not _can_fill(rng, given) or not rate > 0:
-        return None
-    return given.copy_(torch.from_numpy(-np.log(rng.uniform(given.shape)) / rate))
-
-
 def _normal_of_tensors(rng: PerEnvRng, mean: Tensor, std: Tensor) -> Tensor | None:
     usual = mean.is_cpu and mean.dtype == std.dtype == torch.float32 and mean.shape == std.shape
     if (
@@ -146,34 +125,34 @@ def _normal_of_tensors(rng: PerEnvRng, mean: Tensor, std: Tensor) -> Tensor | No
     return torch.from_numpy(rng.normal(mean.shape)).float().mul_(std).add_(mean)
 
 
-def _multinomial_of_rows(
-    rng: PerEnvRng, weights: Tensor, num_samples: int, _replacement: bool = False
+def _multinomial(
+    rng: PerEnvRng, weights: Tensor, num_samples: int, replacement: bool = False
 ) -> Tensor | None:
-    """One sample of each row."""
-    if weights.ndim != 2 or weights.dtype is not torch.float32 or not weights.is_cpu:
+    is_independent = num_samples == 1 or (replacement and num_samples > 0)
+    if not is_independent or weights.ndim not in (1, 2) or not weights.numel():
         return None
-    array = weights.detach().numpy()
-    if num_samples != 1 or not array.size or not _has_rows(rng, weights):
+    shape = (*weights.shape[:-1], num_samples)
+    if shape[0] % rng.num_envs:
         return None
+    usual = weights.is_cpu and weights.dtype is torch.float32
+    array = (weights if usual else weights.double().cpu()).detach().numpy()
     ends = np.add.accumulate(array, -1, np.float64)
-    totals = ends[:, -1:]
-    chosen = rng.uniform(totals.shape) * totals
+    chosen = rng.uniform(shape) * ends[..., -1:]
     # The first index whose cumulative weight exceeds the drawn number. There is none if the weights
     # of a row add up to zero or infinity.
-    index = np.add.reduce(ends <= chosen, -1, np.int64, keepdims=True)
+    index = np.add.reduce(ends[..., None, :] <= chosen[..., None], -1, np.int64)
     if not (
-        np.minimum.reduce(array, None) >= 0 and np.maximum.reduce(index, None) < array.shape[1]
+        np.minimum.reduce(array, None) >= 0 and np.maximum.reduce(index, None) < array.shape[-1]
     ):
         return None
-    return torch.from_numpy(index)
+    return torch.from_numpy(index).to(weights.device)
 
 
 _DRAW: dict[str, Callable[..., Tensor | None]] = {
     "uniform_": _uniform_,
     "normal_": _normal_,
     "normal.Tensor_Tensor": _normal_of_tensors,
-    "exponential_": _exponential_,
-    "multinomial": _multinomial_of_rows,
+    "multinomial": _multinomial,
 }
 
 # Each of the following functions draws for all envs at once, after an operation. It gets the
@@ -188,8 +167,7 @@ def _normal(rng: PerEnvRng, drawn: Tensor, mean: float | Tensor, std: float | Te
 
 
 def _bernoulli(rng: PerEnvRng, drawn: Tensor, probability: float | Tensor) -> bool:
-    noise = torch.from_numpy(rng.uniform(drawn.shape)).to(drawn.device)
-    drawn.copy_(noise < probability)
+    drawn.copy_(torch.from_numpy(rng.uniform(drawn.shape)).to(drawn.device) < probability)
     return True
 
 
@@ -211,17 +189,6 @@ def _native_dropout(
     return True
 
 
-def _multinomial(
-    rng: PerEnvRng, drawn: Tensor, weights: Tensor, num_samples: int, replacement: bool = False
-) -> bool:
-    if num_samples > 1 and not replacement:
-        return weights.ndim < 2  # then all envs share them
-    ends = weights.detach().double().cpu().numpy().cumsum(-1)
-    chosen = rng.uniform(drawn.shape) * ends[..., -1:]
-    drawn.copy_(torch.from_numpy((ends[..., None, :] <= chosen[..., None]).sum(-1)))
-    return True
-
-
 def _random_from(
     rng: PerEnvRng, drawn: Tensor, _: Tensor, low: int, high: int | None = None
 ) -> bool:
@@ -240,22 +207,99 @@ _REDRAW: dict[str, Callable[..., bool]] = {
     "bernoulli_.float": _bernoulli_,
     "bernoulli_.Tensor": _bernoulli_,
     "native_dropout": _native_dropout,
-    "multinomial": _multinomial,
+    "multinomial": lambda *given: given[2].ndim < 2,  # all envs share these weights
     "random_.from": _random_from,
 }
 
 # Operations with a parameter "generator" for which there is no function here: they are called once
 # for each env.
 _CALLED_PER_ENV = (
-    *("cauchy_", "geometric_", "log_normal_", "random_", "random_.to"),
+    *("cauchy_", "exponential_", "geometric_", "log_normal_", "random_", "random_.to"),
     *("poisson", "binomial", "_standard_gamma", "_sample_dirichlet"),
 )
 
 
+def register() -> Callable[[], AbstractContextManager[Any]]:
+    """Register what is called instead of torch's operations.
+
+    Returns:
+        Makes a context in which that is called; each can be entered once. On a torch without the
+        key, or a function that this needs, it raises PolicyError.
+    """
+    native: Any = torch._C
+    try:
+        key = native._dispatch_key_parse(KEY_NAME)
+        keys = native.DispatchKeySet(key)
+        included, excluded = native._IncludeDispatchKeyGuard, native._ExcludeDispatchKeyGuard
+    except (AttributeError, RuntimeError) as error:
+        lacking = str(error)
+
+        def refuse() -> AbstractContextManager[Any]:
+            raise PolicyError(
+                f"torch {torch.__version__} has no way to draw a policy's random numbers from one "
+                f"seed for each env ({lacking}); use the torch version that constraints/tested.txt "
+                "names, or don't set a seed"
+            )
+
+        return refuse
+
+    def kernel_for(name: str) -> Callable[..., Any]:
+        base, _, overload = name.partition(".")
+        op = getattr(getattr(torch.ops.aten, base), overload or "default")
+        instead, redraw = _DRAW.get(name), _REDRAW.get(name)
+
+        def torchs_own(*args: Any, **kwargs: Any) -> Any:
+            with excluded(keys):
+                return op(*args, **kwargs)
+
+        def kernel(keys_of_call: Any, *args: Any, **kwargs: Any) -> Any:
+            if _is_torchs(args, kwargs):
+                # The operation may come here again, from within vmap, with the data.
+                return op.redispatch(keys_of_call - keys, *args, **kwargs)
+            rng = _THREAD.rng
+            if instead is not None and (drawn := instead(rng, *args)) is not None:
+                return drawn
+            # Let torch check the arguments and allocate the result.
+            drawn = torchs_own(*args, **kwargs)
+            first = drawn[0] if isinstance(drawn, tuple) else drawn
+            if (
+                _has_rows(rng, first)
+                and _has_data(first)
+                and (redraw is None or not redraw(rng, drawn, *args))
+            ):
+                _redraw_each(rng, drawn, torchs_own, args, kwargs)
+            return drawn
+
+        return kernel
+
+    make: Any = Library  # torch declares no types
+    others, ours = make("_", "IMPL"), make("aten", "IMPL")
+    _REGISTERED.extend([others, ours])
+    others.fallback(fallthrough_kernel, KEY_NAME)
+    for name in {*_DRAW, *_REDRAW, *_CALLED_PER_ENV}:
+        ours.impl(name, kernel_for(name), KEY_NAME, with_keyset=True)
+    return lambda: included(key)
+
+
+def _is_torchs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return True for what torch carries out: it has a generator or no data, or is captured."""
+    if kwargs.get("generator") is not None:
+        return True
+    for arg in args[:2]:
+        if isinstance(arg, Tensor):
+            # A CUDA graph would hold the numbers of one frame, and give them again each time.
+            captures = arg.is_cuda and torch.cuda.is_current_stream_capturing()
+            return captures or not _has_data(arg)
+    return False
+
+
+def _has_data(tensor: Tensor) -> bool:
+    """Return False for a stand-in, as while code is compiled or in vmap: it has no data."""
+    try:
+        return tensor.untyped_storage().device.type != "meta"
+    except NotImplementedError:
+        return False
+
+
 # Not when the first seed is given: threads could do that at the same time.
-_redirected = redirect(
-    {
-        name: _replacement(_DRAW.get(name), _REDRAW.get(name))
-        for name in {*_DRAW, *_REDRAW, *_CALLED_PER_ENV}
-    }
-)
+_redirected = register()

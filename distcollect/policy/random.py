@@ -33,7 +33,9 @@ class RandomPolicy(Policy):
         self._columns = [((num_envs, *leaf.shape), leaf.numpy_dtype) for leaf in leaves]
         self._has_parts = isinstance(space, gym.spaces.Dict | gym.spaces.Tuple)
         # A space draws from a generator of its own, so each env needs its own copy.
-        self._spaces = [_copy_space(space) for _ in range(num_envs)]
+        self._spaces = [copy.deepcopy(space) for _ in range(num_envs)]
+        for each in self._spaces:
+            each.seed(None)  # otherwise all copies would draw the same
         self._rows = range(num_envs)
 
     def seed(self, seeds: Sequence[int]) -> None:
@@ -53,9 +55,3 @@ class RandomPolicy(Policy):
             else:
                 columns[0][row] = space.sample()
         return columns, ()
-
-
-def _copy_space(space: gym.Space[Any]) -> gym.Space[Any]:
-    copied = copy.deepcopy(space)
-    copied.seed(None)  # otherwise all copies would draw the same
-    return copied

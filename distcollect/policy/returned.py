@@ -64,17 +64,13 @@ def fitted(value: Any, leaf: Leaf, shape: torch.Size) -> np.ndarray | None:
         if got.is_floating_point != wanted.is_floating_point or got.is_complex != wanted.is_complex:
             return None
         if not (got.is_floating_point or got.is_complex) and tensor.numel():
-            _check_range(tensor, leaf)
+            limits = None if wanted is torch.bool else torch.iinfo(wanted)
+            low, high = (0, 1) if limits is None else (limits.min, limits.max)
+            for number in (int(tensor.min()), int(tensor.max())):
+                if not low <= number <= high:
+                    raise PolicyError(
+                        f"the policy returned {number} in {'.'.join(leaf.key)!r}, which is of "
+                        f"dtype {dtype_name(wanted)} and holds {low} to {high}"
+                    )
     array = tensor.numpy()
     return array
-
-
-def _check_range(given: torch.Tensor, leaf: Leaf) -> None:
-    limits = None if leaf.dtype is torch.bool else torch.iinfo(leaf.dtype)
-    low, high = (0, 1) if limits is None else (limits.min, limits.max)
-    for value in (int(given.min()), int(given.max())):
-        if not low <= value <= high:
-            raise PolicyError(
-                f"the policy returned {value} in {'.'.join(leaf.key)!r}, which is of dtype "
-                f"{dtype_name(leaf.dtype)} and holds {low} to {high}"
-            )

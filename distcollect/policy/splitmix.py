@@ -40,10 +40,9 @@ class SplitMixStreams:
         # uint64 [n, 1]: the states at the begin of the first frame of those computed ahead.
         self._states = np.array(seeds, np.uint64)[:, None].copy()
         self._frame = 0  # the current one of these
-        self._num_ahead = 0  # how many frames these are
         self._num_drawn = 0  # numbers of each env in this frame
         self._most_drawn = 0  # and in any frame so far
-        self._set_ahead(np.zeros((0, self.num_envs, 0), np.uint64))
+        self._compute_ahead()
 
     def next_frame(self, rows: Sequence[int] | None = None) -> None:
         """Draw for the next frame of these rows from now on; None: of all rows.
@@ -62,22 +61,18 @@ class SplitMixStreams:
 
     def bits(self, shape: Sequence[int]) -> np.ndarray:
         """Random uint64 ``[*shape]``; the first dimension is n or a multiple of it."""
-        return self._draw(shape, 1, "bits", _unchanged)
+        return self._draw(shape, 1, _unchanged)
 
     def uniform(self, shape: Sequence[int]) -> np.ndarray:
         """Random float64 ``[*shape]`` in (0, 1), both ends excluded; see :meth:`bits`."""
-        return self._draw(shape, 1, "uniform", _uniform)
+        return self._draw(shape, 1, _uniform)
 
     def normal(self, shape: Sequence[int]) -> np.ndarray:
         """Standard normal float64 ``[*shape]``; each is made of two numbers; see :meth:`bits`."""
-        return self._draw(shape, 2, "normal", _normal)
+        return self._draw(shape, 2, _normal)
 
     def _draw(
-        self,
-        shape: Sequence[int],
-        num_each: int,
-        name: str,
-        function: Callable[[np.ndarray], np.ndarray],
+        self, shape: Sequence[int], num_each: int, function: Callable[[np.ndarray], np.ndarray]
     ) -> np.ndarray:
         """Return what ``function`` makes of the next numbers, ``num_each`` of them for each result.
 
@@ -89,10 +84,10 @@ class SplitMixStreams:
         if last > self._per_frame or not self._num_ahead:
             places = np.arange(first, last, dtype=np.uint64) * np.uint64(GOLDEN)
             return function(_mix(self._current_states() + places)).reshape(shape)
-        ahead = self._made_ahead.get((name, first, last))
+        ahead = self._made_ahead.get((function, first, last))
         if ahead is None:
             ahead = function(self._bits_ahead[..., first:last])
-            self._made_ahead[name, first, last] = ahead
+            self._made_ahead[function, first, last] = ahead
         of_frame: np.ndarray = ahead[self._frame]
         return of_frame.reshape(shape)
 
@@ -109,14 +104,11 @@ class SplitMixStreams:
             num_frames = per_frame = 0
         frames = np.arange(num_frames, dtype=np.uint64) * np.uint64(STRIDE)
         places = np.arange(per_frame, dtype=np.uint64) * np.uint64(GOLDEN)
-        self._set_ahead(_mix(self._states + frames[:, None, None] + places))
-
-    def _set_ahead(self, numbers: np.ndarray) -> None:
-        """Take ``numbers``, uint64 ``[frames, n, numbers per frame]``, as computed ahead."""
-        self._bits_ahead = numbers
+        # uint64 [frames, n, numbers per frame]
+        self._bits_ahead = _mix(self._states + frames[:, None, None] + places)
         # What was made of them: of the numbers from one place to another of each frame.
-        self._made_ahead: dict[tuple[str, int, int], np.ndarray] = {}
-        self._num_ahead, _, self._per_frame = numbers.shape
+        self._made_ahead: dict[tuple[object, int, int], np.ndarray] = {}
+        self._num_ahead, self._per_frame = num_frames, per_frame
 
 
 def _mix(states: np.ndarray) -> np.ndarray:

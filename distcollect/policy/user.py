@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import gymnasium as gym
@@ -10,7 +11,7 @@ import torch
 from tensordict.nn import set_interaction_type
 
 from distcollect.errors import PolicyError, PolicyKeyError
-from distcollect.policy.base import Contexts, Exploration, Policy, PolicyOutput
+from distcollect.policy.base import Exploration, Policy, PolicyOutput
 from distcollect.policy.calling import Inputs, calling_convention, moved
 from distcollect.policy.outputs import OutputReader
 from distcollect.policy.per_env_rng import PerEnvRng
@@ -81,10 +82,12 @@ class UserPolicy(Policy):
         if self.state is not None:
             self.state.drawing = self._rng.drawing
 
-    def exploring(self) -> Contexts:
+    @contextlib.contextmanager
+    def exploring(self) -> Iterator[None]:
         """Compute no gradients, and set the exploration type of TensorDict policies."""
         without_gradients = torch.no_grad() if self._needs_autograd else torch.inference_mode()
-        return Contexts(without_gradients, set_interaction_type(self._exploration.interaction))
+        with without_gradients, set_interaction_type(self._exploration.interaction):
+            yield
 
     def __call__(self, rows: Sequence[int] | None = None) -> PolicyOutput:
         if self._inputs.copies:

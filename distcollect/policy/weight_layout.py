@@ -17,11 +17,35 @@ from torch.nn.parameter import is_lazy
 
 from distcollect.errors import ArgumentError, ArgumentTypeError, WeightsError
 from distcollect.policy.held_modules import held_modules
-from distcollect.policy.weight_encoding import WeightEncoding
 from distcollect.rollout.spaces import dtype_name
 
 # Every entry starts at a multiple of this, so that a view of any dtype is aligned.
 _ALIGNMENT = 16
+
+
+@dataclass(frozen=True)
+class WeightEncoding:
+    """How weights lie in the payload that is sent.
+
+    Attributes:
+        dtype: what wider floats are rounded to; None: they are not.
+        entries: indices of the entries that travel; None: all.
+    """
+
+    dtype: torch.dtype | None = None
+    entries: tuple[int, ...] | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Return True if the payload is the flat buffer itself."""
+        return self.dtype is None and self.entries is None
+
+    def narrowed(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype that entries of ``dtype`` have on the way."""
+        narrow = self.dtype
+        if narrow is None or not dtype.is_floating_point or dtype.itemsize <= narrow.itemsize:
+            return dtype
+        return narrow
 
 
 @dataclass(frozen=True)
@@ -74,12 +98,9 @@ class WeightLayout:
         Raises:
             ArgumentError: a weight of a lazy module has no shape yet.
         """
-        names: dict[int, list[str]] = {}
-        tensors: dict[int, torch.Tensor] = {}
         state = state_tensors(module)
-        excluded = {
-            name for name in state if any(fnmatchcase(name, pattern) for pattern in exclude)
-        }
+        excluded = {name for name in state if any(fnmatchcase(name, each) for each in exclude)}
+        names: dict[torch.Tensor, list[str]] = {}  # a tied one has several
         for name, value in state.items():
             if name in excluded:
                 continue
@@ -88,16 +109,11 @@ class WeightLayout:
                     f"the policy's weight {name!r} has no shape yet, as its module is lazy: "
                     "call the policy once with an observation before you make the collector"
                 )
-            names.setdefault(id(value), []).append(name)
-            tensors[id(value)] = value
-        buffers = (
-            {uncompiled(name) for name, _ in module.named_buffers()}
-            if module is not None
-            else set()
-        )
+            names.setdefault(value, []).append(name)
+        buffers = () if module is None else module.named_buffers()
         return cls._packed(
-            [(tuple(names[key]), tuple(t.shape), t.dtype) for key, t in tensors.items()],
-            frozenset(excluded | (buffers - state.keys())),
+            ((tuple(each), tuple(t.shape), t.dtype) for t, each in names.items()),
+            frozenset(excluded | ({uncompiled(name) for name, _ in buffers} - state.keys())),
         )
 
     @classmethod
@@ -241,6 +257,45 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.shape == other.shape and torch.allclose(
         one, other.to(one), rtol=0, atol=0, equal_nan=True
     )
+
+
+def check_finite(weights: Mapping[str, torch.Tensor]) -> None:
+    """Refuse NaN and infinity.
+
+    Raises:
+        WeightsError: names the key.
+    """
+    for name, tensor in weights.items():
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise WeightsError(
+                f"{name!r} holds a NaN or an infinity (WeightSync(check_finite=True)). "
+                "Nothing was sent"
+            )
+
+
+def check_range(weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
+    """Refuse finite values that would become infinite as ``dtype``.
+
+    They are refused among infinities and NaN, too, which are sent as they are.
+
+    Raises:
+        WeightsError: names the key.
+    """
+    limit = torch.finfo(dtype).max
+    for name, tensor in weights.items():
+        if tensor.is_floating_point() and tensor.numel():
+            magnitudes = tensor.detach().abs().nan_to_num(nan=0.0, posinf=0.0)
+            largest = float(magnitudes.max())
+            if largest > limit:
+                advice = (
+                    "use 'bfloat16'"
+                    if largest <= torch.finfo(torch.bfloat16).max
+                    else f"leave it out with exclude=[{name!r}], or give no wire_dtype"
+                )
+                raise WeightsError(
+                    f"{name!r} holds a value of magnitude {largest:g}, too large for "
+                    f"WeightSync(wire_dtype={dtype_name(dtype)!r}): {advice}. Nothing was sent"
+                )
 
 
 def called_by(policy: Any) -> Any:

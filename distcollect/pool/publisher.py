@@ -13,8 +13,7 @@ from distcollect.common import checks
 from distcollect.common import tensor_cache as recycler
 from distcollect.config import WeightSync
 from distcollect.errors import ArgumentError, ArgumentTypeError
-from distcollect.policy.weight_encoding import check_finite, check_range
-from distcollect.policy.weight_layout import WeightLayout, is_part
+from distcollect.policy.weight_layout import WeightLayout, check_finite, check_range, is_part
 from distcollect.pool.pool import Pool
 from distcollect.pool.staleness import lagging
 from distcollect.weights.push_handle import PushHandle

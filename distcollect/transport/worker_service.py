@@ -11,8 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from distcollect.common.memory_segment import Segment
-from distcollect.policy.weight_encoding import WeightEncoding
-from distcollect.policy.weight_layout import WeightLayout
+from distcollect.policy.weight_layout import WeightEncoding, WeightLayout
 from distcollect.results import Evaluation
 from distcollect.rollout.header import Header
 from distcollect.rollout.layout import Layout, Tensors

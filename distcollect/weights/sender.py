@@ -26,8 +26,7 @@ from distcollect.common.threads import SerialThread
 from distcollect.common.waiting import missing
 from distcollect.config import WeightSync
 from distcollect.errors import DistCollectError, WeightsTimeout, WorkerError, WorkerLost
-from distcollect.policy.weight_encoding import WeightEncoding
-from distcollect.policy.weight_layout import WeightLayout, checksum
+from distcollect.policy.weight_layout import WeightEncoding, WeightLayout, checksum
 from distcollect.telemetry.trace import PushTimes
 from distcollect.transport.protocol import Transport
 from distcollect.transport.worker_service import Push, WeightSource, WorkerService

@@ -23,6 +23,8 @@ from distcollect.policy.per_env_rng import PerEnvRng
 Draw = Callable[[torch.Tensor], torch.Tensor]
 
 
+SHARED = torch.tensor([0.5, 0.25, 0.25], dtype=torch.bfloat16)
+
 # Each takes parameters [n, 3] in (0, 1).
 DRAWS: dict[str, Draw] = {
     "rand": lambda p: torch.rand(len(p), 3),
@@ -42,9 +44,11 @@ DRAWS: dict[str, Draw] = {
     "bernoulli": torch.bernoulli,
     "bernoulli of a number": lambda p: torch.bernoulli(p, 0.3),
     "bernoulli_": lambda p: p.clone().bernoulli_(0.3),
+    "bernoulli_ by default": lambda p: p.clone().bernoulli_(),
     "bernoulli_ of a tensor": lambda p: p.clone().bernoulli_(p),
     "multinomial": lambda p: torch.multinomial(p, 1),
     "multinomial with replacement": lambda p: torch.multinomial(p, 9, replacement=True),
+    "multinomial of shared": lambda p: torch.multinomial(SHARED, len(p), replacement=True),
     "multinomial without": lambda p: torch.multinomial(p, 2),
     "dropout": lambda p: functional.dropout(p + 1, 0.4),
     "gumbel_softmax": lambda p: functional.gumbel_softmax(p.log()),

@@ -14,7 +14,7 @@ import torch
 import torch.distributed
 
 import distcollect as dc
-from distcollect.policy import per_env_rng, redirected_ops
+from distcollect.policy import per_env_rng
 from distcollect.weights import broadcast
 from distcollect.weights.updaters import InlineSource, UpdaterContext
 
@@ -190,10 +190,10 @@ def test_seeded_policies_without_the_dispatch_key(
     lacking: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if lacking == "the key":
-        monkeypatch.setattr(redirected_ops, "KEY_NAME", "NoSuchKey")
+        monkeypatch.setattr(per_env_rng, "KEY_NAME", "NoSuchKey")
     else:
         monkeypatch.delattr(torch._C, "_IncludeDispatchKeyGuard")
-    monkeypatch.setattr(per_env_rng, "_redirected", redirected_ops.redirect({}))
+    monkeypatch.setattr(per_env_rng, "_redirected", per_env_rng.register())
     settings = {"frames_per_batch": 4}
     with dc.SyncDataCollector("CartPole-v1", lambda x: x[:, 2] > 0, **settings) as collector:
         collector.set_seed(3)

@@ -13,8 +13,7 @@ from torch import nn
 
 from distcollect.errors import ArgumentTypeError, WeightsError
 from distcollect.policy.live_weights import LiveWeights
-from distcollect.policy.weight_encoding import check_range
-from distcollect.policy.weight_layout import WeightLayout, checksum
+from distcollect.policy.weight_layout import WeightLayout, check_range, checksum
 
 
 class Net(nn.Module):

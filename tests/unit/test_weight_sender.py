@@ -18,8 +18,7 @@ from torch import nn
 import distcollect as dc
 from distcollect.common.threads import SerialThread
 from distcollect.policy.live_weights import LiveWeights
-from distcollect.policy.weight_encoding import WeightEncoding
-from distcollect.policy.weight_layout import WeightLayout, checksum
+from distcollect.policy.weight_layout import WeightEncoding, WeightLayout, checksum
 from distcollect.transport.worker_service import Push, WeightSource, WorkerService
 from distcollect.weights.receiver import WeightReceiver
 from distcollect.weights.sender import WeightSender

@@ -80,7 +80,8 @@ class TensorDictEngine(EngineBase):
         self._collector = TensorDict()
         self._frames: list[TensorDictBase] = []  # not written to the slab yet
         self._given: set[Key] = set()  # the entries that frames had so far
-        self._td = policy.exploring().call(lambda: self._started(envs.reset()))
+        with policy.exploring():
+            self._td = self._started(envs.reset())
         self.layout = layout_of(envs, self._td, policy.try_out(self._td))
         assert self.layout.torchrl_keys is not None
         self._done_keys = [_short(key) for key in self.layout.torchrl_keys.done]
@@ -102,7 +103,8 @@ class TensorDictEngine(EngineBase):
 
     def _collect(self, slab: FrameSlab, *, random: bool, fresh: bool) -> None:
         self._frames.clear()
-        self._policy.exploring().call(self._collect_within, slab, random=random)
+        with self._policy.exploring():
+            self._collect_within(slab, random=random)
         self.step_timer.collected(slab)
 
     def _collect_within(self, slab: FrameSlab, *, random: bool) -> None:

@@ -5,8 +5,9 @@ This module imports torchrl, and is imported only where TorchRL envs are stepped
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from distcollect.common import gpus
 from distcollect.envs.base import describe
 from distcollect.errors import PolicyError, PolicyKeyError
 from distcollect.integrations.torchrl.envs import TorchRLEnvs
-from distcollect.policy.base import Contexts, Exploration
+from distcollect.policy.base import Exploration
 from distcollect.policy.calling import (
     assign,
     floating_dtype,
@@ -94,12 +95,15 @@ class TensorDictPolicy:
         if has_lazy_weights(self.module):
             # Its weights have no shape before its first call.
             env = envs.members[0]
-            self.exploring().call(self, env.fake_tensordict().exclude("next", *env.action_keys))
+            with self.exploring():
+                self(env.fake_tensordict().exclude("next", *env.action_keys))
             self._written = None
 
-    def exploring(self) -> Contexts:
-        """The contexts in which envs and policy are called: no gradients, the exploration type."""
-        return Contexts(torch.no_grad(), set_interaction_type(self._exploration.interaction))
+    @contextlib.contextmanager
+    def exploring(self) -> Iterator[None]:
+        """Call envs and policy without gradients, with the exploration type."""
+        with torch.no_grad(), set_interaction_type(self._exploration.interaction):
+            yield
 
     def __call__(self, td: TensorDictBase) -> None:
         """Write the outputs into ``td``.
@@ -156,8 +160,8 @@ class TensorDictPolicy:
                 exploration type asks for.
         """
         copied = td.clone()
-        with torch.random.fork_rng(devices=gpus.in_use()):
-            self.exploring().call(self, copied)
+        with torch.random.fork_rng(devices=gpus.in_use()), self.exploring():
+            self(copied)
         if self._exploration in (Exploration.MEAN, Exploration.MEDIAN):
             # Distributions of whole numbers have a mean of NaN, which an env may take as an action.
             for value in copied.select(*self._action_keys).values(True, True):
