@@ -10,7 +10,6 @@ import socket
 import statistics
 import subprocess
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -24,13 +23,7 @@ import torch
 import torch.distributed
 
 import distcollect as dc
-from distcollect.engine.build import build_engine
-from distcollect.engine.plan import WorkerPlan
 from distcollect.policy.live_weights import LiveWeights
-from distcollect.policy.weight_layout import checksum
-from distcollect.rollout.assemble import assemble
-from distcollect.rollout.header import Header, Rollout
-from distcollect.rollout.slabs import new_slab
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from helpers.gpu_policies import Pixels, ResNet, Where
@@ -55,12 +48,9 @@ def main() -> None:
         be_member(*given.member, device, num_bytes, one_gpu=given.one_gpu)
         return
     figures: dict[str, Callable[[], Values]] = {
-        "batch to the trainer": lambda: to_trainer(device),
-        "staging through pinned memory": lambda: staging(device, num_bytes),
         "raw broadcast": lambda: raw_broadcast(device, num_bytes),
         "push": lambda: pushes(device, num_bytes),
         "pause of the engine": lambda: pause(device, num_bytes),
-        "frames/s while weights arrive": lambda: under_pushes(device, num_bytes, given.seconds),
         "frames/s of a ResNet": lambda: resnet(device, given.seconds),
     }
     found: Values = {}
@@ -71,28 +61,9 @@ def main() -> None:
         except Exception:  # noqa: BLE001 - the others count all the same
             values = {"failed": traceback.format_exc(limit=-4)}
         found[name] = {**values, "took_s": round(time.monotonic() - begin, 1)}
-        found["compared"] = compared(found)
         if given.out is not None:
             given.out.write_text(json.dumps(found, indent=1))
     print(json.dumps(found, indent=1))
-
-
-def compared(found: Values) -> Values:
-    """How many times as long as the bare copies pushes take, as far as both were measured."""
-    values: Values = {}
-    push, raw, bare = (
-        found.get(name, {}) for name in ("push", "raw broadcast", "staging through pinned memory")
-    )
-    for name, timings in push.items():
-        if not isinstance(timings, dict):
-            continue
-        if name.endswith("1 worker(s)") and name.startswith(f"{raw.get('backend')},"):
-            ratio = timings["transfer_ms"] / raw["broadcast_ms"]
-            values[f"{name}: transfer, against the raw broadcast"] = round(ratio, 2)
-        if "to_pinned_ms" in bare:
-            ratio = timings["total_ms"] / (bare["to_pinned_ms"] + bare["from_pinned_ms"])
-            values[f"{name}: all, against two copies through pinned memory"] = round(ratio, 2)
-    return values
 
 
 def synchronize(device: torch.device) -> None:
@@ -111,42 +82,6 @@ def median_ms(work: Callable[[], Any], device: torch.device, repeats: int = REPE
         synchronize(device)
         times.append((time.perf_counter() - begin) * 1e3)
     return round(statistics.median(times[1:]), 3)
-
-
-def to_trainer(device: torch.device) -> Values:
-    """A batch of images by pinned memory, against a plain copy of the whole batch."""
-    engine = build_engine(WorkerPlan(Pixels, 8), traj_ids=itertools.count())
-    rollouts = []
-    for worker_id in range(2):
-        slab = new_slab(engine.layout, 128)
-        engine.collect(slab)
-        header = Header(worker_id, 0, 0, slab.num_frames, slab.num_steps, 0, (0, 0))
-        rollouts.append(Rollout(header, slab.tensors(mapped=False)))
-    engine.close()
-    batch = assemble(engine.layout, rollouts)
-    return {
-        "megabytes": round(sum(v.nbytes for v in batch.values(True, True)) / 1e6, 1),
-        "assembled_on_cpu_ms": median_ms(lambda: assemble(engine.layout, rollouts), device),
-        "pinned_non_blocking_ms": median_ms(
-            lambda: assemble(engine.layout, rollouts, device=device), device
-        ),
-        "plain_copy_ms": median_ms(lambda: assemble(engine.layout, rollouts).to(device), device),
-    }
-
-
-def staging(device: torch.device, num_bytes: int) -> Values:
-    """Copies between the device and pinned memory, and the checksum."""
-    there = torch.zeros(num_bytes // 8 * 8, dtype=torch.uint8, device=device)
-    pinned = torch.empty_like(there, device="cpu", pin_memory=device.type == "cuda")
-    plain = torch.empty_like(there, device="cpu")
-    return {
-        "to_pinned_ms": median_ms(lambda: pinned.copy_(there), device),
-        "from_pinned_ms": median_ms(lambda: there.copy_(pinned), device),
-        "to_plain_ms": median_ms(lambda: plain.copy_(there), device),
-        "from_plain_ms": median_ms(lambda: there.copy_(plain), device),
-        "checksum_on_device_ms": median_ms(lambda: checksum(there), device),
-        "checksum_of_pinned_ms": median_ms(lambda: checksum(pinned), device),
-    }
 
 
 def raw_broadcast(device: torch.device, num_bytes: int, *, one_gpu: bool = False) -> Values:
@@ -221,7 +156,7 @@ class PretendGpus(dc.BroadcastUpdater):
     def attach(self, context: Any) -> None:
         super().attach(context)
         names = {worker_id: f"GPU of worker {worker_id}" for worker_id in range(64)}
-        self._context = replace(context, gpus=names)
+        self._context = replace(context, gpus=names if torch.cuda.is_available() else {})
 
 
 def name_host() -> None:
@@ -276,32 +211,6 @@ def pause(device: torch.device, num_bytes: int) -> Values:
         live.apply()
         times.append((time.perf_counter() - begin) * 1e3)
     return {"median_ms": round(statistics.median(times[1:]), 3), "longest_ms": round(max(times), 3)}
-
-
-def under_pushes(device: torch.device, num_bytes: int, seconds: float) -> Values:
-    """The rate of a worker while it gets one version after the other, and without."""
-    policy = Where(num_floats=num_bytes // 4).to(device)
-    values: Values = {}
-    for name, pushes_too in (("without", False), ("with", True)):
-        with dc.RPCDataCollector(
-            "CartPole-v1", policy, num_workers=1, frames_per_batch=64, sync=False
-        ) as collector:
-            stop = threading.Event()
-            sender = threading.Thread(target=_push_until, args=(collector, policy, stop))
-            collector.next()
-            if pushes_too:
-                sender.start()
-            values[f"{name}_pushes"] = rate(collector, seconds)
-            stop.set()
-            if pushes_too:
-                sender.join(60)
-                values["versions"] = collector.policy_version
-    return values
-
-
-def _push_until(collector: Any, policy: Where, stop: threading.Event) -> None:
-    while not stop.is_set():
-        collector.update_policy_weights_(policy, wait=True)
 
 
 def rate(collector: Any, seconds: float) -> float:

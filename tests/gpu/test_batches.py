@@ -1,4 +1,4 @@
-"""Batches on the trainer's GPU: as on the CPU, into losses and into replay buffers."""
+"""Batches on the trainer's GPU: as on the CPU."""
 
 from __future__ import annotations
 
@@ -8,9 +8,6 @@ from typing import Any
 import pytest
 import torch
 from helpers.gpu_policies import Pixels, ResNet
-from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential
-from tensordict.nn import TensorDictModule as Mod
-from torch import nn
 
 import distcollect as dc
 from distcollect.engine.build import build_engine
@@ -88,69 +85,3 @@ def test_where_they_are_stored(device: torch.device, kind: str) -> None:
             ends = batch["next", "done"][..., :-1, 0]
             following = batch["observation"][..., 1:, :]
             assert (batch["next", "observation"][..., :-1, :] == following)[~ends].all()
-
-
-@pytest.fixture
-def actor(device: torch.device) -> Any:
-    net = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 2))
-    return ProbabilisticTensorDictSequential(
-        Mod(net, in_keys=["observation"], out_keys=["logits"]),
-        ProbabilisticTensorDictModule(
-            in_keys=["logits"],
-            out_keys=["action"],
-            distribution_class=torch.distributions.Categorical,
-            return_log_prob=True,
-        ),
-    ).to(device)
-
-
-@pytest.mark.long
-def test_losses_and_training(device: torch.device, actor: Any) -> None:
-    """PPO as it is written for TorchRL, with the trainer and the workers on the same device."""
-    pytest.importorskip("torchrl")
-    from torchrl.objectives import ClipPPOLoss  # noqa: PLC0415
-    from torchrl.objectives.value import GAE  # noqa: PLC0415
-
-    critic = Mod(nn.Linear(4, 1), in_keys=["observation"], out_keys=["state_value"]).to(device)
-    advantage = GAE(gamma=0.99, lmbda=0.95, value_network=critic)
-    loss = ClipPPOLoss(actor, critic)
-    optimiser = torch.optim.Adam(loss.parameters(), lr=1e-3)
-    with dc.MultiSyncDataCollector(
-        "CartPole-v1", actor, num_workers=2, frames_per_batch=256, storing_device=str(device)
-    ) as collector:
-        for version in range(4):
-            batch = collector.next()
-            assert (batch["collector", "policy_version"] == version).all()
-            losses = loss(advantage(batch.reshape(-1)))
-            # The same weights chose the actions, so every importance ratio is 1.
-            assert losses["kl_approx"].abs() < 1e-4
-            optimiser.zero_grad()
-            sum(value for key, value in losses.items() if key.startswith("loss_")).backward()
-            optimiser.step()
-            collector.update_policy_weights_(actor)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("takes_batches", [True, False])
-def test_replay_buffers(device: torch.device, takes_batches: bool) -> None:
-    pytest.importorskip("torchrl")
-    from torchrl.data import LazyTensorStorage, ReplayBuffer  # noqa: PLC0415
-
-    buffer = ReplayBuffer(storage=LazyTensorStorage(1000, device=device), batch_size=32)
-    settings: dict[str, Any] = {} if takes_batches else {"replay_buffer": buffer}
-    with dc.MultiSyncDataCollector(
-        "CartPole-v1",
-        None,
-        num_workers=2,
-        frames_per_batch=128,
-        total_frames=256,
-        storing_device=str(device),
-        **settings,
-    ) as collector:
-        for batch in collector:
-            if takes_batches:
-                buffer.extend(batch.reshape(-1))
-    assert len(buffer) == 256
-    sample = buffer.sample()
-    assert sample["next", "observation"].shape == (32, 4)
-    assert sample["next", "observation"].device.type == device.type

@@ -26,7 +26,6 @@ import distcollect as dc
 from distcollect.transport.worker_service import WeightSource
 from distcollect.weights.broadcast import RelaySource
 from distcollect.weights.process_groups import GroupMember, Groups
-from distcollect.weights.updaters import UpdaterContext
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers can't import test modules
 nccl_stand_in.register()
@@ -46,19 +45,6 @@ def be_on_a_host(name: str | None = None) -> None:
     """What a worker does first."""
     nccl_stand_in.register()
     os.environ[HOST] = str(os.getpid()) if name is None else name
-
-
-class PretendGpus(dc.BroadcastUpdater):
-    """Takes each worker's GPU for one that no other has."""
-
-    def attach(self, context: UpdaterContext) -> None:
-        super().attach(context)
-        self._context = replace(context, gpus=_Names() if torch.cuda.is_available() else {})
-
-
-class _Names(dict[int, str]):
-    def get(self, worker_id: int, default: Any = None) -> str:
-        return f"GPU of worker {worker_id}"
 
 
 @pytest.fixture
@@ -234,7 +220,7 @@ class TestOneBackendForGpus:
     @pytest.mark.usefixtures("shared_gpu")
     def test_it_brings_them(self, device: torch.device, backend: str) -> None:
         policy = Where(num_floats=1 << 20).to(device)
-        with collect(policy, weight_updater=PretendGpus(backend)) as collector:
+        with collect(policy, weight_updater=figures.PretendGpus(backend)) as collector:
             for value in (1, 2, 3):
                 push(collector, policy, value)
 
@@ -253,7 +239,7 @@ class TestOneBackendForGpus:
             collect(
                 policy,
                 init_fn=partial(be_on_a_host, ON_THE_TRAINER_S_HOST),
-                weight_updater=PretendGpus((backend, "gloo")),
+                weight_updater=figures.PretendGpus((backend, "gloo")),
             ) as collector,
         ):
             for value in (1, 2):
@@ -268,7 +254,7 @@ class TestOneBackendForGpus:
     ) -> None:
         """It is stopped, so that the others wait for it, and then killed."""
         policy = Where(num_floats=1 << (26 if device.type == "cuda" else 24)).to(device)
-        updater = PretendGpus(backend)
+        updater = figures.PretendGpus(backend)
         with collect(policy, 3, weight_updater=updater) as collector:
             if is_connected:
                 push(collector, policy, 1)

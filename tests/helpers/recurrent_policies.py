@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from helpers.counting_envs import CountingMaker
 from tensordict import TensorDict
 from tensordict.nn import (
     TensorDictModule,
@@ -67,11 +65,3 @@ def check(batch: TensorDict, first: float = 0.0) -> None:
             batch["next", "total"][..., :-1, :][ongoing], batch["total"][..., 1:, :][ongoing]
         )
         assert not batch["total"][step == 0].any()
-
-
-def check_through_workers(maker: Callable[[], Any], collector: Callable[..., Any]) -> None:
-    envs = CountingMaker("plain", 1, lengths=LENGTHS)
-    settings = {"frames_per_batch": 2 * N * T, "envs_per_worker": N, "num_workers": 2, "sync": True}
-    with collector(envs, maker(), **settings) as started:
-        for _ in range(3):
-            check(started.next(timeout_s=60))

@@ -24,7 +24,6 @@ class Received:
     """Counts what receivers take, by the kind of their source."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.before: Callable[[str], None] = lambda _: None
         self.kinds: list[str] = []
         self._lock = threading.Lock()
         for kind in (broadcast.BroadcastSource, updaters.SharedMemorySource):
@@ -34,7 +33,6 @@ class Received:
         def counted(source: Any, target: torch.Tensor, state: dict[str, Any]) -> None:
             with self._lock:
                 self.kinds.append(kind)
-            self.before(kind)
             receive(source, target, state)
 
         return counted
@@ -83,49 +81,23 @@ def test_a_worker_that_is_alone_on_its_host_needs_no_relay(
     assert versions_told(collector) == [0, 0, 2, 1, 2, 0, 0]
 
 
-def test_another_one_takes_over_from_a_relay_that_fails(
-    collector: dc.RPCDataCollector, received: Received, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("what", ["the relay fails", "its memory can't be mapped", "it is damaged"])
+def test_those_of_a_relay_get_it_whatever_goes_wrong(
+    collector: dc.RPCDataCollector, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    failures = iter([True])
+    kind: Any = broadcast.RelaySource if what == "the relay fails" else updaters.SharedMemorySource
+    receive, failures = kind.receive, iter([True, True])
 
-    receive = broadcast.RelaySource.receive
-
-    def fail_once(source: Any, target: torch.Tensor, state: dict[str, Any]) -> None:
+    def fail(source: Any, target: torch.Tensor, state: dict[str, Any]) -> None:
+        if what == "its memory can't be mapped":
+            raise PermissionError("/proc/1/fd/1")
         receive(source, target, state)
         if next(failures, False):
-            raise RuntimeError("the relay failed")
-
-    monkeypatch.setattr(broadcast.RelaySource, "receive", fail_once)
-    handle = collector.update_policy_weights_(Telling(1))
-    assert handle.acknowledged == dict.fromkeys(range(len(HOSTS)), 1)
-    assert versions_told(collector) == [1] * len(HOSTS)
-
-
-def test_who_can_t_map_the_relay_s_memory_gets_a_broadcast(
-    collector: dc.RPCDataCollector, received: Received
-) -> None:
-    def refuse(kind: str) -> None:
-        if kind == "SharedMemorySource":
-            raise PermissionError("/proc/1/fd/1")
-
-    received.before = refuse
-    handle = collector.update_policy_weights_(Telling(1))
-    assert handle.acknowledged == dict.fromkeys(range(len(HOSTS)), 1)
-    assert versions_told(collector) == [1] * len(HOSTS)
-
-
-def test_what_is_damaged_in_the_relay_s_memory_is_not_used(
-    collector: dc.RPCDataCollector, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    receive = updaters.SharedMemorySource.receive
-    damages = iter([True, True])
-
-    def damaged(source: Any, target: torch.Tensor, state: dict[str, Any]) -> None:
-        receive(source, target, state)
-        if next(damages, False):
+            if what == "the relay fails":
+                raise RuntimeError(what)
             target[len(target) // 2] ^= 1
 
-    monkeypatch.setattr(updaters.SharedMemorySource, "receive", damaged)
+    monkeypatch.setattr(kind, "receive", fail)
     handle = collector.update_policy_weights_(Telling(1))
     assert handle.acknowledged == dict.fromkeys(range(len(HOSTS)), 1)
     assert versions_told(collector) == [1] * len(HOSTS)

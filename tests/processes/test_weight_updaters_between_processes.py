@@ -12,7 +12,7 @@ from typing import Any
 import cloudpickle
 import pytest
 from helpers.envs import ProcessIdEnv
-from helpers.publishing import Telling, told
+from helpers.publishing import Telling
 
 import distcollect as dc
 
@@ -20,22 +20,6 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers can't imp
 
 
 class TestUpdaters:
-    @pytest.mark.parametrize("make", [dc.RPCUpdater, dc.SharedMemoryUpdater])
-    def test_between_processes(self, make: Any) -> None:
-        policy = Telling()
-        with dc.RPCDataCollector(
-            ProcessIdEnv,
-            policy,
-            num_workers=2,
-            frames_per_batch=8,
-            sync=True,
-            weight_updater=make(),
-        ) as collector:
-            for version in range(1, 4):
-                collector.update_policy_weights_(policy.fill(version))
-                batch = collector.next()
-                assert [told(batch, row)["wide"] for row in (0, 1)] == [version, version]
-
     def test_nothing_is_left_of_a_push_that_a_shutdown_meets(self) -> None:
         def memories() -> list[str]:
             targets = []

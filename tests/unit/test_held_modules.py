@@ -75,12 +75,8 @@ def late() -> Any:
 
 
 ONE = {
-    "module": net,
-    "method": net.forward,
-    "method of an object": Agent(net).act,
     "default": lambda x, net=net: net(x),
     "default of a name": lambda x, *, net=net: net(x),
-    "partial": partial(nn.Module.__call__, net),
     "global": by_name,
     "function of a function": by_another,
     "object that uses a global": Calling(),
@@ -89,7 +85,6 @@ ONE = {
     "comprehension": in_a_comprehension,
     "compiled": torch.compile(net.forward, backend="eager"),
     "part of another": Agent(nn.Sequential(net), net).act,
-    "TensorDictModule": TensorDictModule(net.forward, in_keys=["a"], out_keys=["b"]),
     "sequence": TensorDictSequential(
         TensorDictModule(by_name, in_keys=["a"], out_keys=["b"]),
         TensorDictModule(net.forward, in_keys=["b"], out_keys=["c"]),

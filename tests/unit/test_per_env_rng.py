@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
@@ -201,25 +200,6 @@ def test_an_env_made_anew_changes_nothing_for_others() -> None:
     usual, mended = collected(faulty=False), collected(faulty=True)
     assert torch.equal(usual[[0, 2]], mended[[0, 2]])
     assert not torch.equal(usual[1], mended[1])
-
-
-def test_scripted_code() -> None:
-    scripted = _scripted(_multinomial_in_a_script)
-    for rows in ([0, 1, 2, 3], [3, 1]):
-        drawn = [frames(draw, rows, num_frames=20) for draw in (scripted, _multinomial_in_a_script)]
-        assert torch.equal(*drawn)
-
-
-def _scripted(draw: Draw) -> Draw:
-    with warnings.catch_warnings():
-        # Torch says so of scripts: the first in some versions, the second in others.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        warnings.simplefilter("ignore", FutureWarning)
-        return torch.jit.script(draw)
-
-
-def _multinomial_in_a_script(p: torch.Tensor) -> torch.Tensor:
-    return torch.multinomial(p, 1)
 
 
 @pytest.mark.parametrize("name", ["rand_like", "bernoulli"])

@@ -13,19 +13,6 @@ from helpers.policy_binding import bind, call, pick
 import distcollect as dc
 
 
-def test_no_gradients_and_no_inference_mode_while_exploring() -> None:
-    flags: list[tuple[bool, bool]] = []
-
-    def policy(x: torch.Tensor) -> torch.Tensor:
-        flags.append((torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
-        return pick(x)
-
-    with dc.SyncDataCollector("CartPole-v1", lambda x: policy(x) % 2, frames_per_batch=4) as one:
-        one.next()
-    assert set(flags) == {(False, False)}
-    assert torch.is_grad_enabled()
-
-
 @pytest.mark.parametrize(
     "policy",
     [
@@ -76,6 +63,7 @@ def test_a_copy_gets_inference_mode_and_a_shared_policy_never(shared: bool) -> N
     modes = []
 
     def policy(observation: torch.Tensor) -> torch.Tensor:
+        assert not torch.is_grad_enabled()
         modes.append(torch.is_inference_mode_enabled())
         return pick(observation)
 
@@ -84,3 +72,4 @@ def test_a_copy_gets_inference_mode_and_a_shared_policy_never(shared: bool) -> N
     with bound.exploring():
         bound()
     assert modes == [not shared] * 2
+    assert torch.is_grad_enabled()

@@ -79,8 +79,6 @@ def test_all_values_come_through() -> None:
 
 
 SOURCES: dict[str, Any] = {
-    "module": lambda net: net,
-    "state dict": lambda net: net.state_dict(),
     "plain dict": lambda net: dict(net.state_dict()),
     "TensorDict of a module": TensorDict.from_module,
     "nested TensorDict": lambda net: TensorDict(dict(net.state_dict()), []).unflatten_keys("."),

@@ -267,20 +267,6 @@ def test_the_end_of_one_push_does_not_reach_the_next(make: Callable[[int], World
     assert order[:2] == ["told", "next push"]
 
 
-def test_a_push_that_fails_is_tried_again_alone(make: Callable[[int], World]) -> None:
-    world = make(3)
-    world.transport.receive = lambda peer, push: (
-        RuntimeError("damaged") if peer == 101 else push.version
-    )
-    handle = world.publish(0, 1, 2)
-    handle.wait(SOON_S)
-    while 1 not in world.left_out:
-        threading.Event().wait(0.01)
-    assert world.updater.sent == [(0, 1, 2), (1,), (1,)]
-    assert handle.acknowledged == {0: 1, 2: 1}
-    assert "damaged" in str(handle.left_out[1])
-
-
 def test_a_version_that_is_on_its_way_when_versions_are_renumbered(
     make: Callable[[int], World],
 ) -> None:
