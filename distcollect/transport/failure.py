@@ -25,8 +25,9 @@ from distcollect.results import EnvFault
 # makes the envs.
 _WORKER_ERRORS = (EnvError, PolicyError, PolicyKeyError, PolicySignatureError)
 _PLAIN_ERRORS = (ArgumentError, ArgumentTypeError, DeadlineError, SpaceError)
-_WORKER_ERROR_OF: dict[str, type[WorkerError]] = {kind.__name__: kind for kind in _WORKER_ERRORS}
-_PLAIN_ERROR_OF: dict[str, type[DistCollectError]] = {k.__name__: k for k in _PLAIN_ERRORS}
+_ERROR_OF: dict[str, type[DistCollectError]] = {
+    kind.__name__: kind for kind in (*_WORKER_ERRORS, *_PLAIN_ERRORS)
+}
 
 _PACKAGE = str(Path(__file__).parents[1])
 # Between two lines of this package there may be one of a context manager.
@@ -58,18 +59,15 @@ class Failure:
         """Describe ``error``."""
         kind = type(error).__name__
         message = str(error) if isinstance(error, DistCollectError) else f"{kind}: {error}"
-        text = users_traceback(error)
-        if isinstance(error, EnvError):
-            return cls(kind, message, worker_id, text, error.num_env_faults, error.env_faults)
-        return cls(kind, message, worker_id, text)
+        faults = (error.num_env_faults, error.env_faults) if isinstance(error, EnvError) else ()
+        return cls(kind, message, worker_id, users_traceback(error), *faults)
 
     def error(self) -> DistCollectError:
         """Return the exception to raise at the trainer."""
-        if plain := _PLAIN_ERROR_OF.get(self.kind):
-            return plain(f"worker {self.worker_id}: {self.message}")
-        error = _WORKER_ERROR_OF.get(self.kind, WorkerError)(
-            self.message, worker_id=self.worker_id, remote_traceback=self.remote_traceback
-        )
+        kind = _ERROR_OF.get(self.kind, WorkerError)
+        if not issubclass(kind, WorkerError):
+            return kind(f"worker {self.worker_id}: {self.message}")
+        error = kind(self.message, worker_id=self.worker_id, remote_traceback=self.remote_traceback)
         if isinstance(error, EnvError):
             error.num_env_faults, error.env_faults = self.num_env_faults, self.env_faults
         return error

@@ -118,21 +118,16 @@ class Identity:
     def take_own_part(self, above: int) -> tuple[int, range]:
         """Take a part of this process's block that is not in use; return its number and its ids.
 
+        There are more parts than a process can use in its life.
+
         Args:
             above: its number is higher.
-
-        Raises:
-            LaunchError: there is none left.
         """
         with self._lock:
             part = next(each for each in count(above + 1) if each not in self._own_parts)
             self._own_parts.add(part)
-        begin = part * _OWN_IDS_AT_ONCE
-        if begin < TRAJ_IDS_PER_PEER:
-            first = self.first_traj_id + self.trainer * TRAJ_IDS_PER_PEER + begin
-        else:  # in blocks of processes that are never started
-            first = self.first_traj_id + self.new_peer() * TRAJ_IDS_PER_PEER
-        return part, range(first, first + min(_OWN_IDS_AT_ONCE, TRAJ_IDS_PER_PEER))
+        first = self.first_traj_id + self.trainer * TRAJ_IDS_PER_PEER + part * _OWN_IDS_AT_ONCE
+        return part, range(first, first + _OWN_IDS_AT_ONCE)
 
     def free_own_parts(self, parts: list[int]) -> None:
         """Let others use these parts of this process's block."""

@@ -37,8 +37,7 @@ from distcollect.transport.rpc_server import (
     serve_call,
     serve_collect,
     serve_hand_over,
-    serve_handover,
-    serve_offered,
+    serve_rollout,
 )
 
 # Copying less takes no longer than handing it to another thread.
@@ -91,7 +90,7 @@ class RpcTransport(Transport):
         if isinstance(data, list):
             copy(data, None)
         else:
-            self._ask(peer, serve_offered, (data,), copy)
+            self._ask(peer, serve_rollout, (data,), copy)
 
     def hand_over(self, peer: int, sequence: int, key: str, keep_s: float) -> Future[Any]:
         return self._future(peer, serve_hand_over, (sequence, key, keep_s))
@@ -99,7 +98,7 @@ class RpcTransport(Transport):
     def fetch_handover(self, peer: int, held: Any) -> Future[Tensors]:
         fetched: Future[Tensors] = Future()
         copy = partial(self._copy, peer, self._peers.get(peer), partial(settle, fetched))
-        self._ask(peer, serve_handover, (held, self.shares_memory(peer)), copy)
+        self._ask(peer, serve_rollout, (*held, self.shares_memory(peer)), copy)
         return fetched
 
     def ping(self, peer: int) -> Future[Any]:

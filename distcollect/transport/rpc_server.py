@@ -8,7 +8,6 @@ which may have ended, and for that needs 16-bit numbers of processes that are un
 
 from __future__ import annotations
 
-import functools
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -74,25 +73,12 @@ def _async_execution(function: _Function) -> _Function:
     return cast("_Function", rpc.functions.async_execution(function))
 
 
-def _told_if_gone(function: _Function) -> _Function:
-    """Have a function answer a :class:`Failure` if a rollout is gone."""
-
-    @functools.wraps(function)
-    def call(*args: Any) -> Any:
-        try:
-            return function(*args)
-        except RolloutGone as error:
-            return Failure.of(error, -1 if _service is None else _service.worker_id)
-
-    return cast("_Function", call)
-
-
 @_async_execution
 def serve_call(
     method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> torch.futures.Future[Any]:
     """Call a method of the service."""
-    return _answer(method, args, kwargs, lambda value: value)
+    return _answer(method, args, kwargs)
 
 
 @_async_execution
@@ -112,15 +98,6 @@ def serve_collect(request: CollectRequest) -> torch.futures.Future[Any]:
     return _answer(WorkerService.collect.__name__, (request,), {}, package)
 
 
-@_told_if_gone
-def serve_offered(rref: SentRRef) -> Tensors:
-    """Answer the tensors of a rollout."""
-    tensors: Tensors | None = _take_back(rref)
-    if tensors is None:
-        raise RolloutGone("its memory has been used again")
-    return tensors
-
-
 @_async_execution
 def serve_hand_over(sequence: int, key: str, keep_s: float) -> torch.futures.Future[Any]:
     """Keep a rollout for another trainer; answer what that one needs to fetch it."""
@@ -134,13 +111,29 @@ def serve_hand_over(sequence: int, key: str, keep_s: float) -> torch.futures.Fut
     return _answer(WorkerService.hand_over.__name__, (sequence, key, keep_s), {}, package)
 
 
-@_told_if_gone
-def serve_handover(held: tuple[SentRRef, str], mapped: bool) -> list[Any]:
-    """Answer the tensors of a rollout that was handed over; ``mapped``: where they lie."""
-    rref, key = held
-    # Without its RRef the service says why it is gone.
-    read = _take_back(rref) or partial(cast("WorkerService", _service).read_handover, key)
-    return cast("list[Any]", read(mapped))
+def serve_rollout(rref: SentRRef, key: str = "", mapped: bool = False) -> list[Any] | Failure:
+    """Answer the tensors of a rollout, once.
+
+    Args:
+        rref: the rollout's.
+        key: of a rollout that was handed over.
+        mapped: of the same, say where the tensors lie.
+    """
+    service = cast("WorkerService", _service)
+    try:
+        return _read(service, rref, key, mapped)
+    except RolloutGone as error:
+        return Failure.of(error, service.worker_id)
+
+
+def _read(service: WorkerService, rref: SentRRef, key: str, mapped: bool) -> list[Any]:
+    found = _take_back(rref)
+    if key:
+        # Without its RRef the service says why it is gone.
+        return cast("list[Any]", (found or partial(service.read_handover, key))(mapped))
+    if found is None:
+        raise RolloutGone("its memory has been used again")
+    return cast("list[Any]", found)
 
 
 def _lend(value: Any) -> SentRRef:
@@ -161,7 +154,10 @@ def _take_back(rref: SentRRef) -> Any:
 
 
 def _answer(
-    method: str, args: tuple[Any, ...], kwargs: dict[str, Any], package: Callable[[Any], Any]
+    method: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    package: Callable[[Any], Any] = lambda value: value,
 ) -> torch.futures.Future[Any]:
     """Return the service's answer as it travels: ``package`` of its value, or a Failure."""
     answer: torch.futures.Future[Any] = torch.futures.Future()

@@ -15,7 +15,7 @@ import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -51,7 +51,19 @@ from distcollect.weights.receiver import WeightReceiver
 from distcollect.weights.updaters import gpu_of
 from distcollect.worker.handover_store import HandoverStore
 
+P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def _on_main_thread(
+    method: Callable[Concatenate[Worker, P], T],
+) -> Callable[Concatenate[Worker, P], Future[T]]:
+    """Have a method of a worker run on the thread that steps the envs."""
+
+    def submit(self: Worker, /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        return self.submit(partial(method, self, *args, **kwargs))
+
+    return submit
 
 
 class _Parts(NamedTuple):
@@ -126,7 +138,13 @@ class Worker(WorkerService):
             self._parts.engine.stop()
         self._jobs.put(None)
 
-    # The calls; WorkerService documents them.
+    def submit(self, job: Callable[..., T], *args: Any) -> Future[T]:
+        """Have :meth:`run` call ``job``; the value that it returns as a future."""
+        future: Future[T] = Future()
+        self._jobs.put(partial(answer, future, job, *args))
+        return future
+
+    # The calls that are answered at once; WorkerService documents them.
 
     def receive_part(self, part: bytes, share: bool = False) -> Segment | None:
         self._plan.append(part)
@@ -139,12 +157,6 @@ class Worker(WorkerService):
 
     def read_part(self, place: Segment) -> None:
         self._plan.append(place.open())
-
-    def configure(self) -> Future[WorkerInfo]:
-        return self._submit(self._configure)
-
-    def collect(self, request: CollectRequest) -> Future[tuple[Header, Tensors]]:
-        return self._submit(lambda: self._collect(request))
 
     def preempt(self, sequence: int) -> None:
         # Not as a job: those wait until the rollout is over.
@@ -168,25 +180,13 @@ class Worker(WorkerService):
     def cancel_handover(self, key: str) -> None:
         self._handover_store.give_up(key, "the trainer that handed it over took it back")
 
-    def seed(self, env_seeds: Sequence[int], policy_seeds: Sequence[int]) -> Future[None]:
-        return self._submit(lambda: self._seed(env_seeds, policy_seeds))
-
-    def resume(self, request: ResumeRequest) -> Future[None]:
-        return self._submit(lambda: self._resume(request))
-
-    def set_hooks(self, hooks: bytes) -> Future[None]:
-        return self._submit(lambda: self._set_hooks(hooks))
-
     def call_envs(
         self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], limit_s: float
     ) -> Future[list[Any]]:
         engine = self._configured.engine
         values = engine.call_envs(name, args, kwargs, limit_s)
-        self._submit(engine.interrupts.run_jobs)  # if nothing is collected
+        self.submit(engine.interrupts.run_jobs)  # if nothing is collected
         return values
-
-    def evaluate(self, request: EvaluationRequest) -> Future[Evaluation]:
-        return self._submit(lambda: self._evaluate(request))
 
     def prepare_to_receive(self, source: WeightSource | None = None) -> WeightSource | None:
         return self._configured.receiver.prepare(source)
@@ -197,20 +197,16 @@ class Worker(WorkerService):
     def cancel_receiving(self) -> None:
         self._configured.receiver.cancel()
 
-    # The jobs, on the thread that steps the envs.
-
-    def _submit(self, work: Callable[[], T]) -> Future[T]:
-        future: Future[T] = Future()
-        self._jobs.put(partial(answer, future, work))
-        return future
-
     @property
     def _configured(self) -> _Parts:
         if self._parts is None:
             raise WorkerError("called before it was configured")
         return self._parts
 
-    def _configure(self) -> WorkerInfo:
+    # The calls that wait for the thread that steps the envs.
+
+    @_on_main_thread
+    def configure(self) -> WorkerInfo:
         parts, self._plan = self._plan, []
         try:
             plan = unpickled(parts)
@@ -251,7 +247,8 @@ class Worker(WorkerService):
         gc.freeze()
         return WorkerInfo(engine.layout, weights.layout, gpu_of(weights.device))
 
-    def _collect(self, request: CollectRequest) -> tuple[Header, Tensors]:
+    @_on_main_thread
+    def collect(self, request: CollectRequest) -> tuple[Header, Tensors]:
         engine = self._configured.engine
         if self._pre_collect_hook is not None:
             with self.counter.doing(Task.HOOK):
@@ -307,7 +304,8 @@ class Worker(WorkerService):
             for time_s, message in self.counter.take_faults()
         )
 
-    def _evaluate(self, request: EvaluationRequest) -> Evaluation:
+    @_on_main_thread
+    def evaluate(self, request: EvaluationRequest) -> Evaluation:
         _, evaluator, engine = self._configured
         engine.weights.apply()
         try:
@@ -316,19 +314,22 @@ class Worker(WorkerService):
         finally:
             engine.step_timer.restart_wait()
 
-    def _seed(self, env_seeds: Sequence[int], policy_seeds: Sequence[int]) -> None:
+    @_on_main_thread
+    def seed(self, env_seeds: Sequence[int], policy_seeds: Sequence[int]) -> None:
         engine = self._configured.engine
         with self.counter.doing(Task.SET_UP):
             engine.seed(env_seeds, policy_seeds)
 
-    def _resume(self, request: ResumeRequest) -> None:
+    @_on_main_thread
+    def resume(self, request: ResumeRequest) -> None:
         receiver, _, engine = self._configured
         receiver.renumber(request.version, request.generation)
         self._first_traj_id = request.first_traj_id
         with self.counter.doing(Task.SET_UP):
             engine.use_traj_ids(self._new_traj_ids())
 
-    def _set_hooks(self, hooks: bytes) -> None:
+    @_on_main_thread
+    def set_hooks(self, hooks: bytes) -> None:
         self._pre_collect_hook, self._post_collect_hook = pickle.loads(hooks)
 
     def _new_traj_ids(self) -> Iterator[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import Future
 from typing import Any
 
 import gymnasium as gym
@@ -10,6 +11,7 @@ import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from helpers.interrupting import LineTracer
 
+from distcollect.common.threads import do_jobs
 from distcollect.engine.pickled_plan import TensorTable
 from distcollect.engine.plan import WorkerPlan
 from distcollect.rollout.header import Header
@@ -34,10 +36,18 @@ class Rollouts:
         self.worker = Worker(0, incarnation=0, peer=1, address="127.0.0.1")
         for part in TensorTable([]).pickled(WorkerPlan(maker, 1)):
             self.worker.receive_part(part)
-        self.worker._configure()
+        self._done(self.worker.configure())
+        self.sequence = 0
+
+    def _done(self, answer: Future[Any]) -> Any:
+        """Do what the worker was asked for, on this thread."""
+        self.worker._jobs.put(None)
+        do_jobs(self.worker._jobs)
+        return answer.result(0)
 
     def collect(self) -> Header:
-        header, _ = self.worker._collect(CollectRequest(T, fresh=True))
+        self.sequence += 1
+        header, _ = self._done(self.worker.collect(CollectRequest(T, fresh=True)))
         return header
 
     def preempted_at(self, line: int, *, ahead: int) -> tuple[Header, int | None, bool]:
@@ -49,7 +59,7 @@ class Rollouts:
         """
         worker = self.worker
         counter = worker.counter
-        begin, sequence = counter.stepped, worker._sequence + ahead
+        begin, sequence = counter.stepped, self.sequence + ahead
         thread = threading.Thread(target=worker.preempt, args=(sequence,))
         made: list[int] = []
         at_once: list[bool] = []
