@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from distcollect.common import checks, torch_backends
-from distcollect.common.suggestions import suggests_names
+from distcollect.common.checks import suggests_names
 from distcollect.errors import ArgumentError, ArgumentTypeError
 from distcollect.results import Stats
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import html
 import importlib
-import io
 import os
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from distcollect.common.tables import text_table
 from distcollect.results import EnvFault, Stats, WorkerStats
 from distcollect.telemetry.bottleneck import find_bottleneck
 
@@ -23,11 +23,13 @@ if TYPE_CHECKING:
 _FIRST_AFTER_S = 2.0  # shorter runs need no display
 _EVERY_S = 2.0  # drawing takes some 10 ms
 _YEARS_S = 2 * 365 * 86400.0
-# Lines of the display besides those of workers.
-_OTHER_LINES = 13
+_COLUMNS = "worker", "state", "frames/s", "lag", "env", "policy", "waits", "restarts", "lost"
+# Lines of the display behind the first ones, besides those of workers.
+_OTHER_LINES = 9
 _NOTEBOOK_LINES = 40
-_NOTEBOOK_WIDTH = 120
-_NOTEBOOK_HTML = '<pre style="font-family: monospace; line-height: 1.3">{code}</pre>'
+_NOTEBOOK_HTML = (
+    '<pre style="font-family: monospace; line-height: 1.3; white-space: pre-wrap">{}</pre>'
+)
 
 _on_screen = threading.Lock()  # a terminal has room for one display
 
@@ -43,10 +45,16 @@ def log_line(stats: Stats) -> str:
 
 
 def rendered(stats: Stats, height: int) -> RenderableType:
-    """A snapshot for a terminal of ``height`` lines."""
+    """Render a snapshot for a terminal of ``height`` lines."""
     from rich.console import Group  # noqa: PLC0415 - slow to import, and most runs have no terminal
     from rich.text import Text  # noqa: PLC0415
 
+    *lines, last = _lines(stats, height)
+    return Group(Text("\n".join(lines), overflow="ellipsis", no_wrap=True), Text(last))
+
+
+def _lines(stats: Stats, height: int) -> list[str]:
+    """Return a snapshot as lines of text; the last one is long."""
     shares = ((name, share) for name, share in vars(stats.trainer).items() if share >= 0.005)
     trainer = ", ".join(f"{name} {share:.0%}" for name, share in shares)
     rest = f"{stats.num_restarts} restarts", f"{stats.num_ready} rollouts ready"
@@ -60,14 +68,28 @@ def rendered(stats: Stats, height: int) -> RenderableType:
         lines.append(
             f"{stats.num_env_faults:,} env faults, the last: {fault_line(stats.env_faults[-1])}"
         )
-    num_lines = _OTHER_LINES + bool(stats.env_faults)
-    shown, left = _worth_showing(stats.workers, max(1, height - num_lines))
-    return Group(
-        *(Text(line, overflow="ellipsis", no_wrap=True) for line in lines),
-        _table(shown),
-        *([Text(f"and {left}")] if left else []),
-        Text(str(find_bottleneck(stats))),
-    )
+    most = max(1, height - _OTHER_LINES - len(lines))
+    # First those that aren't ready.
+    chosen = sorted(stats.workers, key=lambda worker_id: stats.workers[worker_id].state == "ready")
+    rows = [_row(worker_id, stats.workers[worker_id]) for worker_id in sorted(chosen[:most])]
+    lines += text_table([_COLUMNS, *rows], left={0, 1}).splitlines()
+    left = Counter(stats.workers[worker_id].state for worker_id in chosen[most:])
+    if left:
+        lines.append("and " + ", ".join(f"{count:,} more {state}" for state, count in left.items()))
+    return [*lines, str(find_bottleneck(stats))]
+
+
+def _row(worker_id: int, worker: WorkerStats) -> list[str]:
+    times = worker.times
+    return [
+        str(worker_id),
+        worker.state,
+        f"{worker.frames_per_s:,.0f}",
+        f"{worker.lag.mean:.2g}",
+        *(f"{share:.0%}" for share in (times.env, times.policy, times.wait)),
+        str(worker.num_restarts),
+        f"{sum(worker.lost.values()):,}",
+    ]
 
 
 def fault_line(fault: EnvFault) -> str:
@@ -75,16 +97,6 @@ def fault_line(fault: EnvFault) -> str:
     at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(fault.time))
     line = f"{at}, worker {fault.worker_id} on {fault.host}: {' '.join(fault.message.split())}"
     return "".join(c if c.isprintable() else "?" for c in line)  # a terminal would obey them
-
-
-def _worth_showing(
-    workers: Mapping[int, WorkerStats], most: int
-) -> tuple[list[tuple[int, WorkerStats]], str]:
-    """At most ``most`` workers, first those that aren't ready; the states of the rest in words."""
-    chosen = sorted(workers, key=lambda worker_id: workers[worker_id].state == "ready")
-    rest = Counter(workers[worker_id].state for worker_id in chosen[most:])
-    others = ", ".join(f"{count:,} more {state}" for state, count in rest.items())
-    return [(worker_id, workers[worker_id]) for worker_id in sorted(chosen[:most])], others
 
 
 def _progress(stats: Stats) -> list[str]:
@@ -137,28 +149,6 @@ def _duration(seconds: float) -> str:
     if seconds > _YEARS_S:  # a total may stand for "endless"
         return "years"
     return str(timedelta(seconds=round(seconds)))
-
-
-def _table(workers: Iterable[tuple[int, WorkerStats]]) -> RenderableType:
-    from rich.table import Table  # noqa: PLC0415
-
-    table = Table(box=None, pad_edge=False)
-    for name in ("worker", "state"):
-        table.add_column(name)
-    for name in ("frames/s", "lag", "env", "policy", "waits", "restarts", "lost"):
-        table.add_column(name, justify="right")
-    for worker_id, worker in workers:
-        times = worker.times
-        table.add_row(
-            str(worker_id),
-            worker.state,
-            f"{worker.frames_per_s:,.0f}",
-            f"{worker.lag.mean:.2g}",
-            *(f"{share:.0%}" for share in (times.env, times.policy, times.wait)),
-            str(worker.num_restarts),
-            f"{sum(worker.lost.values()):,}",
-        )
-    return table
 
 
 class Display:
@@ -246,14 +236,8 @@ class NotebookDisplay:
 
 
 def _mime_bundle(stats: Stats) -> dict[str, str]:
-    from rich.console import Console  # noqa: PLC0415
-
-    console = Console(file=io.StringIO(), record=True, width=_NOTEBOOK_WIDTH, force_jupyter=False)
-    console.print(rendered(stats, _NOTEBOOK_LINES))
-    return {
-        "text/plain": console.export_text(clear=False),
-        "text/html": console.export_html(inline_styles=True, code_format=_NOTEBOOK_HTML),
-    }
+    text = "\n".join(_lines(stats, _NOTEBOOK_LINES))
+    return {"text/plain": text, "text/html": _NOTEBOOK_HTML.format(html.escape(text))}
 
 
 def is_notebook() -> bool:

@@ -25,7 +25,7 @@ _SHORT_NS = 1_000_000
 # A trace has every step of the first rollouts, and later the timed steps of one rollout in so many.
 _WHOLE_ROLLOUTS = 4
 _EVERY_ROLLOUT = 64
-_MOST_STEPS = 256  # in a rollout; beyond that every second one is dropped, repeatedly
+_MOST_STEPS = 256  # in a rollout; of more, every second or third one and so on is kept
 _MOST_OTHERS = 64
 
 
@@ -137,8 +137,7 @@ class TracingStepTimer(StepTimer):
         super().__init__(num_envs, metrics)
         self._num_begun = 0
         self._version = 0
-        self._thinning = 0  # one in so many of the timed steps is kept; 0: none
-        self._num_timed = 0
+        self._keeps_steps = False
         self._steps: list[tuple[int, int, int]] = []
         self._others: deque[Span] = deque(maxlen=_MOST_OTHERS)
         self._received: deque[Span] = deque(maxlen=_MOST_OTHERS)
@@ -148,20 +147,15 @@ class TracingStepTimer(StepTimer):
         is_whole = number < _WHOLE_ROLLOUTS
         if is_whole:
             self.due, self.stride = 0, 1
-        self._thinning = 1 if is_whole or number % _EVERY_ROLLOUT == 0 else 0
-        self._num_timed = 0
+        self._keeps_steps = is_whole or number % _EVERY_ROLLOUT == 0
         self._steps.clear()
         self._others.clear()
         super().begin()
 
     def timed(self, begin: int, middle: int, end: int, stride: int) -> None:
         super().timed(begin, middle, end, stride)
-        if self._thinning and self._num_timed % self._thinning == 0:
+        if self._keeps_steps:
             self._steps.append((begin, middle, end))
-            if len(self._steps) > _MOST_STEPS:
-                del self._steps[1::2]
-                self._thinning *= 2
-        self._num_timed += 1
 
     def swapped(self, begin: int, end: int, version: int) -> None:
         super().swapped(begin, end, version)
@@ -184,7 +178,7 @@ class TracingStepTimer(StepTimer):
             (STEPS, "hand over", self._ended_at, clock_ns()),
             *self._others,
         ]
-        for begin, middle, end in self._steps:
+        for begin, middle, end in self._steps[:: 1 + len(self._steps) // _MOST_STEPS]:
             spans += [(STEPS, "policy", begin, middle), (STEPS, "env", middle, end)]
         while self._received:
             spans.append(self._received.popleft())

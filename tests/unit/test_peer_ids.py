@@ -88,25 +88,6 @@ def test_ids_that_are_used_up_are_an_error_before_one_is_given_twice(
         next(ids)
 
 
-def test_a_process_that_steps_envs_itself_never_repeats_an_id(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Its own block, then those of processes that are never started."""
-    monkeypatch.setattr(peer_ids, "TRAJ_IDS_PER_PEER", 4)
-    trainers = [Identity("run", t, 2) for t in range(2)]
-    own = [trainer.own_traj_ids() for trainer in trainers]
-    ids = [next(each) for _ in range(9) for each in own]
-    assert len({*ids}) == len(ids) == 18
-    assert [traj_id // 4 for traj_id in ids[:2]] == [0, 1]
-    own[0].free()
-    assert next(trainers[0].own_traj_ids()) == ids[0], "each collector begins with the same ids"
-    before = max(ids)
-    trainers[0].resume(before + 1)
-    assert next(trainers[0].own_traj_ids()) > before
-    trainers[0].resume(before - 2)  # as of another run
-    assert next(trainers[0].own_traj_ids()) > before
-
-
 def test_iterators_that_are_in_use_at_the_same_time_share_no_id(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from distcollect.common import checks
-from distcollect.common.suggestions import unknown_argument
+from distcollect.common.checks import unknown_argument
 from distcollect.errors import ArgumentError, LaunchError
 from distcollect.integrations.slurm import submit
 from distcollect.launch.run import run

@@ -17,8 +17,7 @@ import gymnasium as gym
 import torch
 
 from distcollect.collectors.stacklevel import users_stack_level
-from distcollect.common.checks import plain
-from distcollect.common.suggestions import unknown_argument
+from distcollect.common.checks import plain, unknown_argument
 from distcollect.config import WeightSync
 from distcollect.errors import ArgumentError, ArgumentTypeError
 from distcollect.integrations.torchrl.weights import check_updater_in_process, take_schemes
