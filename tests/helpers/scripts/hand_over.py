@@ -53,17 +53,15 @@ received = []
 
 def count_received():
     """Record the bytes of rollouts that arrive in this process."""
-    copied = RpcTransport._copied
+    copy = RpcTransport._copy
 
-    def counting(self, peer, known, sent, fetched):
-        def count(sent):
-            if sent.exception() is None:
-                received.append(sum(tensor.nbytes for tensor in sent.result()))
+    def counting(self, *args):
+        *_, sent, error = args
+        if error is None:
+            received.append(sum(tensor.nbytes for tensor in sent))
+        copy(self, *args)
 
-        sent.add_done_callback(count)
-        return copied(self, peer, known, sent, fetched)
-
-    RpcTransport._copied = counting
+    RpcTransport._copy = counting
 
 
 def wait_until(condition):
