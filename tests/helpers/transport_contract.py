@@ -28,18 +28,6 @@ SOON_S = 60
 SMALL, LARGE = 100, 200_000
 
 
-def start_peer(*args: str) -> subprocess.Popen[str]:
-    """Start the script ``rpc_peer``, to be told by standard input what to do."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "helpers.scripts.rpc_peer", *args],
-        cwd=TESTS,
-        env={**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-
-
 class World:
     """A transport and a peer of it."""
 
@@ -81,7 +69,14 @@ class Rpc(World):
 
     def add_peer(self) -> int:
         peer = identity().new_peer()  # ids are never used twice in one process
-        process = start_peer()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "helpers.scripts.rpc_peer"],
+            cwd=TESTS,
+            env={**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         self.processes.append(process)
         assert process.stdin is not None
         assert process.stdout is not None

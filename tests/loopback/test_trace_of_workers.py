@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 from itertools import pairwise
 from pathlib import Path
 
@@ -78,11 +77,3 @@ def test_workers_are_on_the_trainers_time_line(
     for (_, _, end), (_, begin, _) in pairwise(batches):
         assert begin == end
     assert events[-1]["name"] == "end of the trace"
-
-
-def test_without_a_trace_no_thread_writes_one() -> None:
-    with loopback_collector(
-        "CartPole-v1", frames_per_batch=8, num_workers=1, sync=True, monitor=dc.Monitor(view=False)
-    ) as collector:
-        collector.next()
-        assert not [t.name for t in threading.enumerate() if t.name == "distcollect-trace"]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -22,7 +20,6 @@ from helpers.transport_contract import (
     Rpc,
     TransportContract,
     check,
-    start_peer,
 )
 from helpers.waiting import eventually
 
@@ -32,7 +29,6 @@ from distcollect.common.shared_memory import SharedTensor, allocate, sample_of_m
 from distcollect.net.messages import PeerAddress
 from distcollect.rollout.header import Header
 from distcollect.transport import rpc_agents
-from distcollect.transport.peer_ids import identity
 from distcollect.transport.protocol import INLINE_BYTES, NUM_SLABS, CollectRequest
 from distcollect.transport.rpc import RpcTransport
 from distcollect.transport.rpc_server import RpcServer
@@ -79,16 +75,13 @@ def test_a_rollout_that_stays_with_its_worker_is_an_rref_of_it(world: Rpc) -> No
     for offer in declined:
         offer.decline()
     assert num_rrefs(world) == (NUM_SLABS, NUM_SLABS)
+    forgotten, *_ = [offered(LARGE) for _ in range(1 + NUM_SLABS)]
+    with pytest.raises(dc.WorkerError, match="its memory has been used again"):
+        answer_of(forgotten.fetch).result(SOON_S)
     unfetched = offered(LARGE)
     check(answer_of(offered(LARGE).fetch).result(SOON_S), LARGE)
     check(answer_of(unfetched.fetch).result(SOON_S), LARGE)
     assert num_rrefs(world) == (0, 0)
-
-
-def test_a_rollout_whose_memory_was_used_again_is_gone(world: Rpc) -> None:
-    old, *_ = [world.offered(LARGE) for _ in range(1 + NUM_SLABS)]
-    with pytest.raises(dc.WorkerError, match="its memory has been used again"):
-        answer_of(old.fetch).result(SOON_S)
 
 
 def test_a_rollout_is_handed_over_as_an_rref(world: Rpc) -> None:
@@ -228,35 +221,6 @@ def test_peers_come_and_go_without_end(world: Rpc, monkeypatch: pytest.MonkeyPat
     eventually(lambda: num_threads() <= threads)  # agents that nobody waits for have ended
     with pytest.raises(dc.LaunchError, match="3 processes are connected"):
         transport.connect(2**15 + 2, address)
-
-
-@pytest.mark.parametrize("num_workers", [20, pytest.param(1000, marks=pytest.mark.slow)])
-def test_rrefs_of_workers_that_replace_each_other(num_workers: int) -> None:
-    """Each rollout comes from the worker that was asked, and nothing of the worker stays."""
-    transport = RpcTransport("127.0.0.1")
-    forking = start_peer("--fork")
-    assert forking.stdin is not None
-    assert forking.stdout is not None
-    counts = []
-    try:
-        for worker in range(num_workers):
-            forking.stdin.write("\n")
-            forking.stdin.flush()
-            pid, endpoint = forking.stdout.readline().split()
-            peer = identity().new_peer()
-            transport.connect(peer, PeerAddress(endpoint))
-            steps = LARGE + worker
-            offer = answer_of(transport.collect, peer, CollectRequest(steps)).result(SOON_S)
-            assert transport.call(peer, Service.num_rrefs).result(SOON_S) == (1, 1)
-            check(answer_of(offer.fetch).result(SOON_S), steps)
-            assert transport.call(peer, Service.num_rrefs).result(SOON_S) == (0, 0)
-            os.kill(int(pid), signal.SIGKILL)
-            transport.disconnect(peer)
-            counts.append(num_files())
-        eventually(lambda: num_files() <= counts[4] + 4 * rpc_agents._MAX_REMOVED)
-    finally:
-        transport.close()
-        forking.communicate()
 
 
 def test_a_closed_transport_keeps_no_thread_though_someone_keeps_it() -> None:

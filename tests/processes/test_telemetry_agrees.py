@@ -34,10 +34,10 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers can't imp
 class Run:
     """A run that is over.
 
-        Attributes:
-    folder: the folder it wrote to.
-    told: the statistics given to its callback, one for each line in the file.
-    stats: the collector's own, after the run.
+    Attributes:
+        folder: the folder it wrote to.
+        told: the statistics given to its callback, one for each line in the file.
+        stats: the collector's own, after the run.
     """
 
     folder: Path
@@ -56,6 +56,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         tensorboard=HAS_TENSORBOARD,
         callback=told.append,
         every_s=EVERY_S,
+        metrics={"return": ("next", "reward")},
         view=False,
     )
     with pytest.MonkeyPatch.context() as patch:
@@ -137,11 +138,9 @@ def test_tensorboard_reads_it(run: Run) -> None:
     events = event_accumulator.EventAccumulator(str(run.folder), size_guidance=everything)
     events.Reload()
     tags = set(events.Tags()["scalars"])
-    assert {tag.partition("/")[0] for tag in tags} == {
-        "collector",
-        "trainer_share",
-        "worker_share",
-    }
+    groups = {"collector", "trainer_share", "worker_share", "metrics"}
+    assert {tag.partition("/")[0] for tag in tags} == groups
+    assert events.Scalars("metrics/return")[-1].value == 2.0
     assert tags >= {"collector/frames_per_s", "collector/episode_return", "worker_share/env"}
     # One point per line, by frames, up to the last.
     told = {stats.frames: stats for stats in run.told}

@@ -1,4 +1,4 @@
-"""What bounds a run: from invented figures, and in runs built for each bottleneck."""
+"""What bounds a run, from invented figures."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from helpers.bottlenecks import Env, Policy, collect
 
-import distcollect as dc
 from distcollect.results import Lags, Stats, TrainerTimes, WorkerStats, WorkerTimes
 from distcollect.telemetry.bottleneck import find_bottleneck
 
@@ -20,11 +18,6 @@ def run(trainer: TrainerTimes, times: WorkerTimes, *, num: int = 2, **about: Any
     workers = {w: WorkerStats(frames=50, times=times) for w in range(num)}
     about = {"collector": "X", "elapsed_s": 10.0, "delivered": 100, **about}
     return Stats(trainer=trainer, times=times, workers=workers, **about)
-
-
-def test_nothing_is_said_of_nothing() -> None:
-    assert find_bottleneck(Stats()).bound == "unknown"
-    assert find_bottleneck(Stats(elapsed_s=3.0)).more_workers == 0
 
 
 def test_async_workers_help_until_the_trainer_never_waits() -> None:
@@ -107,29 +100,18 @@ def test_more_sync_workers_help_until_collecting_is_a_small_part() -> None:
     assert "Many more workers" in find_bottleneck(all_of_it).sentence
 
 
-def test_workers_that_are_gone_or_set_aside_are_not_counted() -> None:
-    stats = run(TrainerTimes(train=0.5, collect=0.5), WorkerTimes(env=1.0), num=1)
-    others = {7: WorkerStats(state="ready"), 8: WorkerStats(state="lost", frames=50)}
-    assert find_bottleneck(stats).more_workers == 1
-    assert find_bottleneck(replace(stats, workers={**stats.workers, **others})).more_workers == 1
-
-
 def test_what_has_no_workers_is_bound_by_no_network() -> None:
     idle = WorkerTimes(env=0.2, policy=0.2, other=0.6)
     found = find_bottleneck(run(TrainerTimes(collect=1.0), idle, num=1, in_process=True))
     assert found.bound == "network"
     assert str(found).startswith("Bound by writing frames to memory")
     assert "envs_per_worker" in str(found)
-    sends = find_bottleneck(
-        run(TrainerTimes(weights=0.8, collect=0.2), idle, num=1, in_process=True)
-    )
-    assert "the collector's own policy" in str(sends)
 
 
 def test_a_run_that_has_only_begun_says_so() -> None:
+    assert find_bottleneck(Stats(elapsed_s=3.0)).bound == "unknown"
     stats = run(TrainerTimes(collect=1.0), BUSY, elapsed_s=0.25)
     assert str(find_bottleneck(stats)).endswith(" That is from 0.25 s only.")
-    assert "only." not in str(find_bottleneck(replace(stats, elapsed_s=10.0)))
 
 
 def test_workers_that_are_gone_take_no_cores_and_hold_nobody_up() -> None:
@@ -148,9 +130,6 @@ def test_cores_limit_what_computes() -> None:
     stats = run(TrainerTimes(train=0.2, collect=0.8), computing, num_cores=2)
     assert "(this host has 2)" in find_bottleneck(stats).sentence
     assert "this host" not in find_bottleneck(replace(stats, num_cores=0)).sentence
-    assert (
-        "this host" not in find_bottleneck(run(TrainerTimes(train=0.2, collect=0.8), BUSY)).sentence
-    )
 
 
 def test_a_sync_worker_that_holds_the_others_up_is_named() -> None:
@@ -177,14 +156,3 @@ def test_what_would_help(trainer: TrainerTimes, times: WorkerTimes, bound: str, 
     found = find_bottleneck(run(trainer, times, num_bytes=100_000))
     assert found.bound == bound
     assert says in str(found)
-
-
-@pytest.mark.parametrize("env", [{"spin_s": 0.003}, {"sleep_s": 0.003}], ids=["spins", "sleeps"])
-def test_bound_by_envs(env: dict[str, float]) -> None:
-    collector = dc.SyncDataCollector(lambda: Env(**env), Policy(), frames_per_batch=30)
-    assert collect(collector, num_batches=6) == "env"
-
-
-def test_bound_by_the_policy() -> None:
-    collector = dc.SyncDataCollector(Env, Policy(size=2000), frames_per_batch=30)
-    assert collect(collector, num_batches=4) == "policy"

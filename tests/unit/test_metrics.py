@@ -6,7 +6,6 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -163,24 +162,6 @@ def test_the_report_has_a_curve_of_each() -> None:
     assert "<h2>success of episodes, mean of the last hundred</h2>" in html
     assert "<title>success: 0.25 after" in html
     assert "late of episodes" in html
-
-
-def test_tensorboard_has_them(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard", reason="needs tensorboard (extra tensorboard)")
-    from tensorboard.backend.event_processing import event_accumulator  # noqa: PLC0415
-
-    from distcollect.telemetry.tensorboard import TensorBoard  # noqa: PLC0415
-
-    writer = TensorBoard(tmp_path, 1.0)
-    writer.write(STATS)
-    writer.close()
-    events = event_accumulator.EventAccumulator(str(tmp_path))
-    events.Reload()
-    assert "metrics/late" not in events.Tags()["scalars"]
-    [event] = events.Scalars("metrics/success")
-    assert (event.step, event.value) == (10, 0.25)
-    [event] = events.Scalars("evaluation_metrics/success")
-    assert (event.step, event.value) == (10, 0.75)
 
 
 @pytest.mark.parametrize(

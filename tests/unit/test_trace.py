@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import sys
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from helpers.trace_checks import (
     load,
     spans,
 )
+from helpers.waiting import eventually
 
 import distcollect as dc
 from distcollect.telemetry.trace import STEPS, WEIGHTS, ClockOffset, Trace
@@ -115,6 +117,16 @@ def test_the_file_is_bounded_and_says_so(tmp_path: Path, caplog: pytest.LogCaptu
     assert events[-1]["name"].startswith("the trace is full")
     assert events[-1]["ts"] == max(event.get("ts", 0) for event in events)
     assert "is full, and ends here; the run goes on" in caplog.text
+
+
+def test_what_is_left_of_a_killed_run_can_be_read(tmp_path: Path) -> None:
+    trace = Trace(tmp_path / "trace.json", clock=lambda: 0)
+    trace.activity("train", 0, US)
+    trace.activity("collect", US, 2 * US)
+    eventually(lambda: "collect" in (tmp_path / "trace.json").read_text())
+    events = json.loads((tmp_path / "trace.json").read_text() + "]")  # only the end is missing
+    assert [name for name, *_ in spans(events, "trainer", "batches")] == ["train", "collect"]
+    trace.close()
 
 
 def test_a_disk_that_is_full_ends_the_trace_only(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import sys
 import threading
 from concurrent.futures import Future
@@ -145,20 +143,6 @@ class Service:
         return answer
 
 
-def fork_peers() -> None:
-    """For each line of standard input, fork a peer; print its process id and its endpoint.
-
-    When standard input ends, so do all of them.
-    """
-    os.setpgid(0, 0)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    for _ in sys.stdin:
-        if os.fork() == 0:
-            print(os.getpid(), RpcServer(Service(), "127.0.0.1").endpoint, flush=True)
-            signal.pause()
-    os.killpg(0, signal.SIGKILL)
-
-
 def main() -> None:
     """Serve until standard input ends."""
     rpc_agents.CHANNELS = json.loads(sys.stdin.readline())
@@ -167,4 +151,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    fork_peers() if "--fork" in sys.argv else main()
+    main()
