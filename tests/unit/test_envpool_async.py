@@ -209,29 +209,22 @@ def test_a_recurrent_policy() -> None:
         assert torch.equal(seen[1:][~starts[1:]], seen[:-1][~starts[1:]] + 1)
 
 
-def test_an_exception_anywhere_leaves_it_usable() -> None:
-    """Results that EnvPool gave by then are not waited for again."""
+def test_a_policy_that_raises_leaves_it_usable() -> None:
+    """What EnvPool steps by then is not waited for in vain."""
+    calls = count()
 
-    class BrokenOff(BaseException):
-        pass
+    def policy(observation: torch.Tensor) -> Any:
+        if next(calls) % 60 == 59:
+            raise ValueError
+        return choose(observation)
 
-    collected = Collected(make_pool())
-    envs = collected.engine.envs
-    collected.collect(5)
-    for name in ("_settle_sent", "_take", "_write_obs", "reset_rows", "send"):
-        usual, calls = getattr(envs, name), count()
-
-        def broken_off(*args: Any, usual: Any = usual, calls: Any = calls, **kwargs: Any) -> None:
-            if next(calls) == 2:
-                raise BrokenOff
-            return usual(*args, **kwargs)
-
-        setattr(envs, name, broken_off)
-        with pytest.raises(BrokenOff):
-            collected.collect_often(100)
-        setattr(envs, name, usual)
-        for _ in range(3):
+    collected, num_raised = Collected(make_pool(), policy), 0
+    for _ in range(20):
+        try:
             collected.collect(5)
+        except dc.PolicyError:
+            num_raised += 1
+    assert 0 < num_raised < 20
     collected.check()
 
 

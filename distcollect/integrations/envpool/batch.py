@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import reduce
+from importlib import metadata
 from operator import getitem
 from typing import Any
 
@@ -16,13 +17,24 @@ from distcollect.envs.coercion import write
 from distcollect.envs.vector import VectorBatch
 from distcollect.envs.vector_ids import VectorMaker
 from distcollect.errors import ArgumentError
-from distcollect.integrations.envpool.parts import check_envpool_parts
 from distcollect.rollout.spaces import Arrays
 
 log = logging.getLogger(__name__)
 
 # Arrays up to this size are copied as a whole: that is faster than to select rows.
 _SMALL_BYTES = 1 << 16
+# The private parts of EnvPool that are used.
+_PARTS = ("_from", "_recv", "_reset", "_send", "_state_keys", "_to")
+
+
+def check_envpool_parts(kind: type) -> None:
+    """Raise ArgumentError if a class of EnvPool's envs lacks a private part that is used."""
+    if missing := [name for name in _PARTS if not hasattr(kind, name)]:
+        raise ArgumentError(
+            f"{kind.__name__}: EnvPool {metadata.version('envpool')} lacks {', '.join(missing)}, "
+            "which is used to step its envs; use the envpool version that constraints/tested.txt "
+            "names, or envs of another package"
+        )
 
 
 class EnvPoolBatch(VectorBatch):

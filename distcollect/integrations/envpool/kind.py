@@ -13,8 +13,7 @@ from distcollect.envs.kinds import EnvKind
 from distcollect.envs.vector_ids import VectorMaker
 from distcollect.errors import ArgumentError
 from distcollect.integrations.envpool.async_batch import AsyncPoolBatch
-from distcollect.integrations.envpool.batch import EnvPoolBatch
-from distcollect.integrations.envpool.parts import check_envpool_parts
+from distcollect.integrations.envpool.batch import EnvPoolBatch, check_envpool_parts
 
 _FILTERING = threading.Lock()
 
