@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import json
-import subprocess
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
-from helpers.paths import LAUNCH
-from helpers.programs import run_python
+from helpers.example_runs import TORCHRUN, rows_of, run_example
 
 import distcollect as dc
 
@@ -25,26 +21,6 @@ pytestmark = pytest.mark.timeout(600)  # on a busy machine
 @pytest.fixture(scope="module")
 def recurrent() -> ModuleType:
     return importlib.import_module("train_recurrent_ppo")
-
-
-def run(*command: object) -> subprocess.CompletedProcess[str]:
-    return run_python(*command, timeout_s=200)
-
-
-def check_run(done: subprocess.CompletedProcess[str], out: Path) -> list[dict[str, Any]]:
-    """The metrics of a run that ended well, before its policy was good."""
-    assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stdout.splitlines() if line]
-    assert len(lines) == 1, done.stdout  # only one of the processes reports
-    assert lines[0].startswith("not solved: average return ")
-    assert "Error" not in done.stderr
-    assert "Warning" not in done.stderr
-    assert (out / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    for row in rows:
-        assert row["policy_lag"] == 0
-        assert 8 <= row["return"] <= 500
-    return rows
 
 
 def test_velocities_are_hidden(recurrent: ModuleType) -> None:
@@ -80,8 +56,9 @@ def test_the_learner_goes_where_the_policy_went(recurrent: ModuleType) -> None:
 @pytest.mark.parametrize("options", [(), ("--feed-forward",)])
 def test_recurrent_run(recurrent: ModuleType, tmp_path: Path, options: tuple[str, ...]) -> None:
     size = ("--frames-per-batch", 256, "--total-frames", 512)
-    script = LAUNCH / "train_recurrent_ppo.py"
-    rows = check_run(run(script, *size, *options, "--out", tmp_path), tmp_path)
+    done = run_example("train_recurrent_ppo", *size, *options, "--out", tmp_path)
+    rows = rows_of(done, tmp_path)
+    assert all(row["policy_lag"] == 0 for row in rows)
     assert [row["frames"] for row in rows] == [256, 512]
     if not options:
         model = recurrent.RecurrentActorCritic()
@@ -90,15 +67,15 @@ def test_recurrent_run(recurrent: ModuleType, tmp_path: Path, options: tuple[str
 
 def test_sequences_must_fit(tmp_path: Path) -> None:
     size = ("--frames-per-batch", 300, "--num-workers", 2, "--envs-per-worker", 4)
-    done = run(LAUNCH / "train_recurrent_ppo.py", *size, "--out", tmp_path)
+    done = run_example("train_recurrent_ppo", *size, "--out", tmp_path)
     assert done.returncode == 2
     assert "must be a multiple of 128" in done.stderr
 
 
 def test_ddp_run(tmp_path: Path) -> None:
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=5")
     size = ("--frames-per-batch", 240, "--total-frames", 480)
     out = tmp_path / "ddp"
-    rows = check_run(run(*launcher, LAUNCH / "train_ddp.py", *size, "--out", out), out)
+    launcher = (*TORCHRUN, "--nproc-per-node=5")
+    rows = rows_of(run_example("train_ddp", *size, "--out", out, launcher=launcher), out)
     # All frames count, though one of the trainers has two of the three workers.
     assert [row["frames"] for row in rows] == [240, 480]

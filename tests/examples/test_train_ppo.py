@@ -3,39 +3,23 @@
 from __future__ import annotations
 
 import importlib
-import json
-import subprocess
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
-from helpers.paths import LAUNCH
-from helpers.programs import run_python
+from helpers.example_runs import TORCHRUN, changed, metrics, rows_of, run_example
 from tensordict import TensorDict
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("tqdm")
 
-SCRIPT = LAUNCH / "train_ppo.py"
 pytestmark = pytest.mark.timeout(600)  # two runs in a fixture, on a busy machine
-
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3")
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
     return importlib.import_module("train_ppo")
-
-
-def run(launcher: tuple[str, ...], *arguments: object) -> subprocess.CompletedProcess[str]:
-    return run_python(*launcher, SCRIPT, *arguments, timeout_s=250)
-
-
-def metrics(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
 def column(*values: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -80,19 +64,6 @@ def test_gae_by_hand(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Non
     assert torch.equal(script.gae(step, value, next_value), expected)
 
 
-def test_gae_keeps_rows_apart(script: ModuleType) -> None:
-    torch.manual_seed(0)
-    reward, value, next_value = torch.randn(3, 4, 7, 1).unbind()
-    terminated, truncated = (torch.rand(2, 4, 7, 1) < 0.2).unbind()
-    together = script.gae(after(reward, terminated, truncated), value, next_value)
-    for row in range(4):
-        one = slice(row, row + 1)
-        alone = script.gae(
-            after(reward[one], terminated[one], truncated[one]), value[one], next_value[one]
-        )
-        assert torch.equal(together[one], alone)
-
-
 def test_returns_are_carried_from_batch_to_batch(script: ModuleType) -> None:
     def batch(reward: list[list[float]], done: list[list[int]]) -> TensorDict:
         rows = {"reward": torch.tensor(reward), "done": torch.tensor(done, dtype=torch.bool)}
@@ -113,71 +84,40 @@ def test_returns_are_carried_from_batch_to_batch(script: ModuleType) -> None:
     assert not episodes.reached(5.1)
 
 
-@dataclass
-class Run:
-    process: subprocess.CompletedProcess[str]
-    out: Path
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    """The same short run by python and by torchrun."""
-    done = {}
-    for name, launcher in (("python", ()), ("torchrun", TORCHRUN)):
-        out = tmp_path_factory.mktemp(name) / "new" / "folder"
-        done[name] = Run(run(launcher, "--total-frames", 3000, "--out", out), out)
-    return done
-
-
-@pytest.mark.parametrize("name", ["python", "torchrun"])
-def test_short_run(runs: dict[str, Run], name: str, script: ModuleType) -> None:
-    process, out = runs[name].process, runs[name].out
-    assert process.returncode == 0, process.stderr
-    lines = [line for line in process.stdout.splitlines() if line]
-    assert len(lines) == 1, process.stdout  # the workers print nothing
-    assert lines[0].startswith("not solved: average return ")
-    assert str(out) in lines[0]
-    assert "frames/s, return=" in process.stderr
-    assert "policy lag=0" in process.stderr
-    assert "Error" not in process.stderr
-    assert "Warning" not in process.stderr
-
-    rows = metrics(out)
-    assert [row["frames"] for row in rows] == [960, 1920, 2880]
-    for row in rows:
-        assert row["frames_per_s"] > 0
-        assert row["policy_lag"] == 0  # on-policy
-        assert row["episodes"] > 0
-        assert 8 <= row["return"] <= 500
-    assert rows[-1]["return"] > rows[0]["return"]
-
-    assert (out / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
-    model = script.ActorCritic()
-    first = {key: value.clone() for key, value in model.state_dict().items()}
-    model.load_state_dict(torch.load(out / "policy.pt", weights_only=True))
-    assert any(not torch.equal(value, first[key]) for key, value in model.state_dict().items())
-    assert model(torch.zeros(5, 4)).sample().shape == (5,)
-
-
-def test_both_launches_learn_the_same(runs: dict[str, Run]) -> None:
+def test_short_runs(tmp_path: Path, script: ModuleType) -> None:
+    """By python and by torchrun the same is learned."""
     learned = []
-    for each in runs.values():
-        rows = metrics(each.out)
+    for launcher in ((), (*TORCHRUN, "--nproc-per-node=3")):
+        out = tmp_path / f"by{len(launcher)}" / "new" / "folder"
+        done = run_example("train_ppo", "--total-frames", 3000, "--out", out, launcher=launcher)
+        rows = rows_of(done, out)
+        assert str(out) in done.stdout
+        assert "frames/s, return=" in done.stderr
+        assert "policy lag=0" in done.stderr
+        assert [row["frames"] for row in rows] == [960, 1920, 2880]
         for row in rows:
-            del row["seconds"], row["frames_per_s"]
+            assert row.pop("frames_per_s") > 0
+            assert row.pop("seconds") > 0
+            assert row["policy_lag"] == 0  # on-policy
+            assert row["episodes"] > 0
+            assert 8 <= row["return"] <= 500
+        assert rows[-1]["return"] > rows[0]["return"]
+        model = script.ActorCritic()
+        assert changed(out / "policy.pt", model)
+        assert model(torch.zeros(5, 4)).sample().shape == (5,)
         learned.append(rows)
     assert learned[0] == learned[1]
 
 
 def test_target_not_reached(tmp_path: Path) -> None:
-    done = run((), "--total-frames", 960, "--require-solved", "--out", tmp_path)
+    done = run_example("train_ppo", "--total-frames", 960, "--require-solved", "--out", tmp_path)
     assert done.returncode == 1
     assert done.stdout.startswith("not solved")
     assert "Traceback" not in done.stderr
 
 
 def test_stops_at_the_target(tmp_path: Path) -> None:
-    done = run((), "--solved-at", 15, "--require-solved", "--out", tmp_path)
+    done = run_example("train_ppo", "--solved-at", 15, "--require-solved", "--out", tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("solved")
     rows = metrics(tmp_path)
@@ -185,6 +125,6 @@ def test_stops_at_the_target(tmp_path: Path) -> None:
 
 
 def test_frames_must_divide(tmp_path: Path) -> None:
-    done = run((), "--num-workers", 7, "--out", tmp_path)
+    done = run_example("train_ppo", "--num-workers", 7, "--out", tmp_path)
     assert done.returncode == 1
     assert done.stderr.rstrip().endswith("952 or 980 would do")

@@ -1,4 +1,4 @@
-"""The kinds of TorchRL envs, and the comparison with TorchRL's own collector."""
+"""Compares frames of TorchRL envs with those from TorchRL's own collector."""
 
 from __future__ import annotations
 
@@ -18,32 +18,6 @@ def zoo() -> Any:
     from helpers import torchrl_envs  # noqa: PLC0415
 
     return torchrl_envs
-
-
-KIND_NAMES = [
-    "plain",
-    "batched",
-    "serial",
-    "parallel",
-    "transformed",
-    "transformed batched",
-    "serial of transformed",
-    "done only",
-    "no truncated",
-    "discrete",
-    "one-hot",
-    "multi-categorical",
-    "binary",
-    "agents",
-    "serial of agents",
-    "batched agents",
-    "transformed agents",
-    "its own start",
-    "gym one-hot",
-    "gym info",
-    "gym dict",
-    "gym discrete",
-]
 
 
 def entries(batch: TensorDictBase) -> dict[Any, torch.Tensor]:

@@ -8,10 +8,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from gymnasium import spaces
 from helpers.counting_envs import CountingMaker
 from helpers.envs import SamplingEnv
 from helpers.loopback_pool import loopback_collector
@@ -62,27 +60,10 @@ def _no_calls() -> None:
     CALLS.clear()
 
 
-class Wide(SamplingEnv):
-    """Observations of 4 KB, whose entries count the steps."""
-
-    def __init__(self) -> None:
-        super().__init__(spaces.Box(0, 1e9, (1024,), np.float32))
-        self.count = 0
-
-    def reset(self, **_: Any) -> tuple[Any, dict[str, Any]]:
-        """Count on."""
-        return np.full(1024, self.count, np.float32), {}
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        """Count."""
-        self.count += 1
-        return np.full(1024, self.count, np.float32), 0.0, False, False, {}
-
-
 def test_hooks_and_init_fn_are_called_in_the_workers() -> None:
     """A hook gets a copy, although a worker writes to the memory of each rollout again."""
     with loopback_collector(
-        Wide,
+        CountingMaker(),
         num_workers=1,
         sync=True,
         frames_per_batch=T,
@@ -194,15 +175,6 @@ class TestTorchRLsNamesOfWorkers:
                 collector.fake_tensordict()
 
 
-def test_the_first_rollout_ends_the_others_with_a_threshold_of_zero() -> None:
-    with loopback_collector(
-        SamplingEnv, num_workers=2, sync=True, frames_per_batch=8, preemptive_threshold=0.0
-    ) as collector:
-        batch = collector.next()
-        assert collector.preemptive_threshold == 0.0
-    assert batch["collector", "mask"][:, 0].all()
-
-
 @pytest.mark.parametrize("cat_results", [0, -1, "stack"])
 @pytest.mark.parametrize("envs_per_worker", [1, 2])
 def test_a_buffer_with_rows_gets_rollouts_joined_along_time(
@@ -249,20 +221,6 @@ def test_a_buffer_gets_single_steps(name: str, cat_results: Any) -> None:
     rows = steps["observation"].unflatten(0, (2, 4)).transpose(1, 2).flatten(0, 2)
     seen = slice(3)  # row, episode and step; the rest depends on the actions
     assert torch.equal(rows[:, seen], frames["observation"][:, seen])
-
-
-def test_a_buffer_of_single_envs_gets_frames_either_way() -> None:
-    buffer = KeepingBuffer()
-    with loopback_collector(
-        SamplingEnv,
-        num_workers=2,
-        sync=True,
-        frames_per_batch=8,
-        replay_buffer=buffer,
-        extend_buffer=False,
-    ) as collector:
-        collector.next()
-    assert [frames.shape for frames in buffer.added] == [(8,)]
 
 
 @pytest.mark.parametrize("what", [{"postproc": print}, {"split_trajs": True}])
@@ -362,12 +320,3 @@ def test_a_state_whose_weights_were_not_published(
         collector.update_policy_weights_()
         assert collector.policy_version == version + 1
         eventually(lambda: collector.next()["collector", "policy_version"].min() == version + 1)
-
-
-def test_one_env_is_copied_to_all_workers() -> None:
-    pytest.importorskip("torchrl", reason="the torchrl extra is not installed")
-    from helpers.torchrl_envs import Counter  # noqa: PLC0415
-
-    env = Counter()
-    with loopback_collector([env] * 2, sync=True, frames_per_batch=8) as collector:
-        assert collector.next().numel() == 8

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import cloudpickle
 import pytest
 import torch
 from helpers.loopback_pool import loopback_collector
 from helpers.torchrl_checks import zoo
 
 import distcollect as dc
-from distcollect.collectors.pickling import EnvCopies, with_copied_envs
-from distcollect.envs.make import EnvContext
 
 __all__ = ["zoo"]
 
@@ -36,21 +33,6 @@ def test_copies_of_an_env_play_different_episodes(zoo: Any, is_listed: bool) -> 
     assert len(starts.unique(dim=0)) == 4
     # The first copy is in the state of the env, with its random generator.
     assert torch.equal(starts[0], env.reset()["observation"])
-
-
-def test_the_first_copy_in_another_process_is_the_env(zoo: Any) -> None:
-    """Although its maker made one in this process."""
-    env = zoo.pendulum()
-    env.set_seed(3)
-    [maker] = with_copied_envs([env])
-    assert isinstance(maker, EnvCopies)
-    context = EnvContext(worker_id=0, env_index=0, incarnation=0, seed=None)
-    first, second = maker(context), maker(context)
-    third = cloudpickle.loads(cloudpickle.dumps(maker))(context)
-    start = env.reset()["observation"]
-    assert torch.equal(first.reset()["observation"], start)
-    assert not torch.equal(second.reset()["observation"], start)
-    assert torch.equal(third.reset()["observation"], start)
 
 
 def test_a_copy_that_takes_the_place_of_another_plays_other_episodes(zoo: Any) -> None:

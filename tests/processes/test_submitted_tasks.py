@@ -31,7 +31,7 @@ def run(tmp_path: Path) -> RunFolder:
 def test_a_task_s_own_process_stays_small(run: RunFolder) -> None:
     """Each task has such a process; it must not import torch, which takes hundreds of MB."""
     submitter = Submitter(run, {"cwd": run.path, "notice_s": 60, "max_time_limits": 1})
-    job = Job(name="test", trains=False, command=["true"])
+    job = Job(name="test", trains=False, command=["true"], requests={})
     file = run.path / "task.pkl"
     file.write_bytes(cloudpickle.dumps(submitter.task(job)))
     code = (

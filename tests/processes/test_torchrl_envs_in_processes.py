@@ -80,17 +80,12 @@ def test_the_processes_of_a_parallel_env_are_let_run(zoo: Any) -> None:
     envs = TorchRLEnvs([zoo.TransformedEnv(env, zoo.StepCounter())], [None])
     td = envs.reset()
     try:
-        if "_worker_indices" not in vars(env):
-            pytest.skip("this TorchRL's ParallelEnv waits by its own method")
-        with envs.stepping():
-            assert "_wait_for_workers" in vars(env)
-            frame, td = envs.step(envs.choose_randomly(td))
-            assert (frame["next", "step_count"] == 1).all()
-            env._workers[0].kill()
-            env._workers[0].join()
-            with pytest.raises(dc.EnvError, match=r"ParallelEnv\): step\(\) raised"):
-                envs.step(envs.choose_randomly(td))
-        assert "_wait_for_workers" not in vars(env)
+        frame, td = envs.step(envs.choose_randomly(td))
+        assert (frame["next", "step_count"] == 1).all()
+        env._workers[0].kill()
+        env._workers[0].join()
+        with pytest.raises(dc.EnvError, match=r"ParallelEnv\): step\(\) raised"):
+            envs.step(envs.choose_randomly(td))
     finally:
         for process in env._workers:
             with contextlib.suppress(ValueError):  # the env has closed it already

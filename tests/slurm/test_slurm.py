@@ -304,12 +304,12 @@ def test_cancel(cluster: SlurmCluster, capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        (["--partition", "gpus"], "no partition gpus; it has main, low, high"),
+        (["--partition", "gpus"], r"invalid partition specified: gpus\n(?s:.*)  main: .*\n  low: "),
         (["--nodes", 4], "would not run the trainer"),
-        (["--cpus-per-task", 400], "requested: .*cpus_per_task=400"),
+        (["--cpus-per-task", 400], "requested: .*, cpus_per_task=400"),
         (["--gpus-per-node", 3], "gpu:2"),
         (["--mem-gb", 900], "would not run the trainer"),
-        (["--worker-jobs", 1, "--worker-partition", "none"], "no partition none"),
+        (["--worker-jobs", 1, "--worker-partition", "none"], "would not run the workers: "),
         (["--slurm", "account=nobodys", "--slurm", "nonsense=1"], "would not run the trainer"),
     ],
 )

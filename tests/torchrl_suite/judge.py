@@ -40,13 +40,12 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--theirs", action="store_true", help="with TorchRL's own collectors")
     parser.add_argument("--summary", type=Path, help="write the counts to this file")
     parser.add_argument("--logs", type=Path, help="a folder for what the scripts print")
-    parser.add_argument("--jobs", type=int, default=1, help="tests at a time")
     return parser.parse_intermixed_args()
 
 
 def judged_tests(given: argparse.Namespace) -> Iterator[str]:
     """Run the tests; yield the lines of the table."""
-    tests = judge(given.checkout, given.pattern, theirs=given.theirs, jobs=given.jobs)
+    tests = judge(given.checkout, given.pattern, theirs=given.theirs)
     if given.theirs:
         write_reference(tests.outcomes, merge=bool(given.pattern))
     report(tests)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,10 @@ _OFF_POLICY = (
     "collector.frames_per_batch=16", "replay_buffer.size=120", "logger.backend=",
 )  # fmt: skip
 _PENDULUM = (*_OFF_POLICY, "env.name=Pendulum-v1")
+_IQL = (
+    "collector.total_frames=96", "optim.batch_size=10", "collector.frames_per_batch=16",
+    "env.train_num_envs=2", "logger.backend=",
+)  # fmt: skip
 _ON_POLICY = (
     "collector.total_frames=80", "collector.frames_per_batch=40", "loss.mini_batch_size=10",
     "env.env_name=HalfCheetah-v5", "logger.backend=", "logger.test_interval=100000",
@@ -41,6 +46,10 @@ _ATARI = (
 _OFF_POLICY_TRAINER = (
     "collector.total_frames=400", "collector.frames_per_batch=50",
     "trainer.optim_steps_per_batch=2", "replay_buffer.batch_size=16",
+)  # fmt: skip
+_SAC_TRAINER = (
+    *_OFF_POLICY_TRAINER, "training_env.num_workers=2", "collector.num_workers=2",
+    "collector.init_random_frames=100",
 )  # fmt: skip
 _ON_POLICY_TRAINER = (
     "collector.total_frames=400", "trainer.total_frames=400", "collector.frames_per_batch=100",
@@ -87,193 +96,123 @@ _DISTRIBUTED = (
     "--env=CartPole-v1",
 )  # fmt: skip
 
+_FEW_UPDATES = ("loss.mini_batch_size=20", "loss.ppo_epochs=2")
+_SOTA, _TUTORIALS, _EXAMPLES = "sota-implementations", "tutorials/sphinx-tutorials", "examples"
+
+
+def _sota(name: str, args: Sequence[str], script: str = "", **more: Any) -> Script:
+    return Script(f"{_SOTA}/{name}/{script or name}.py", args, **more)
+
+
+def _trainer(name: str, args: Sequence[str], collector: str = "Collector") -> Script:
+    return _sota(f"{name}_trainer", args, "train", edits=_CSV, collector=collector)
+
+
 SCRIPTS = {
-    "ppo_mujoco": Script(
-        "sota-implementations/ppo/ppo_mujoco.py", (*_ON_POLICY, "loss.ppo_epochs=2"),
+    "ppo_mujoco": _sota("ppo", (*_ON_POLICY, "loss.ppo_epochs=2"), "ppo_mujoco"),
+    "ppo_atari": _sota("ppo", (*_ATARI, "env.num_envs=2", *_FEW_UPDATES), "ppo_atari"),
+    "a2c_mujoco": _sota("a2c", _ON_POLICY, "a2c_mujoco"),
+    "a2c_atari": _sota("a2c", (*_ATARI, "env.num_envs=2", _FEW_UPDATES[0]), "a2c_atari"),
+    "impala_single_node": _sota(
+        "impala", (*_ATARI, "collector.num_workers=2", "loss.batch_size=2"), "impala_single_node"
     ),
-    "ppo_atari": Script(
-        "sota-implementations/ppo/ppo_atari.py",
-        (*_ATARI, "env.num_envs=2", "loss.mini_batch_size=20", "loss.ppo_epochs=2"),
-    ),
-    "a2c_mujoco": Script("sota-implementations/a2c/a2c_mujoco.py", _ON_POLICY),
-    "a2c_atari": Script(
-        "sota-implementations/a2c/a2c_atari.py",
-        (*_ATARI, "env.num_envs=2", "loss.mini_batch_size=20"),
-    ),
-    "impala_single_node": Script(
-        "sota-implementations/impala/impala_single_node.py",
-        (*_ATARI, "collector.num_workers=2", "loss.batch_size=2"),
-    ),
-    "rnd_mujoco": Script(
-        "sota-implementations/rnd/rnd_mujoco.py", (*_ON_POLICY, "loss.ppo_epochs=2")
-    ),
-    "sac": Script(
-        "sota-implementations/sac/sac.py", _PENDULUM,
-    ),
-    "td3": Script(
-        "sota-implementations/td3/td3.py", _PENDULUM,
-    ),
-    "ddpg": Script("sota-implementations/ddpg/ddpg.py", _PENDULUM),
-    "tqc": Script("sota-implementations/tqc/tqc.py", _PENDULUM),
-    "crossq": Script("sota-implementations/crossq/crossq.py", _PENDULUM),
-    "discrete_sac": Script(
-        "sota-implementations/discrete_sac/discrete_sac.py",
-        (*_OFF_POLICY, "env.library=gymnasium"),
-    ),
-    "dqn_cartpole": Script(
-        "sota-implementations/dqn/dqn_cartpole.py",
+    "rnd_mujoco": _sota("rnd", (*_ON_POLICY, "loss.ppo_epochs=2"), "rnd_mujoco"),
+    **{name: _sota(name, _PENDULUM) for name in ("sac", "td3", "ddpg", "tqc", "crossq")},
+    "discrete_sac": _sota("discrete_sac", (*_OFF_POLICY, "env.library=gymnasium")),
+    "dqn_cartpole": _sota(
+        "dqn",
         ("collector.total_frames=400", "collector.init_random_frames=100",
          "collector.frames_per_batch=50", "buffer.batch_size=10", "loss.num_updates=2",
          "buffer.buffer_size=200", "logger.backend="),
+        "dqn_cartpole",
     ),
-    "dqn_atari": Script(
-        "sota-implementations/dqn/dqn_atari.py",
+    "dqn_atari": _sota(
+        "dqn",
         (*_ATARI, "collector.init_random_frames=100", "buffer.batch_size=10", "loss.num_updates=2",
          "buffer.buffer_size=200"),
+        "dqn_atari",
     ),
-    "cql_online": Script(
-        "sota-implementations/cql/cql_online.py",
+    "cql_online": _sota(
+        "cql",
         (*(a for a in _PENDULUM if "replay" not in a), "replay_buffer.size=120",
          "optim.optim_steps_per_batch=2"),
+        "cql_online",
     ),
-    "iql_online": Script(
-        "sota-implementations/iql/iql_online.py",
-        ("collector.total_frames=96", "optim.batch_size=10", "collector.frames_per_batch=16",
-         "env.train_num_envs=2", "env.name=Pendulum-v1", "logger.backend="),
-    ),
-    "discrete_iql": Script(
-        "sota-implementations/iql/discrete_iql.py",
-        ("collector.total_frames=96", "optim.batch_size=10", "collector.frames_per_batch=16",
-         "env.train_num_envs=2", "logger.backend="),
-    ),
-    "multiagent mappo_ippo": Script(
-        "sota-implementations/multiagent/mappo_ippo.py", _VMAS,
-    ),
-    "multiagent maddpg_iddpg": Script("sota-implementations/multiagent/maddpg_iddpg.py", _VMAS),
-    "multiagent iql": Script("sota-implementations/multiagent/iql.py", _VMAS),
-    "multiagent qmix_vdn": Script("sota-implementations/multiagent/qmix_vdn.py", _VMAS),
-    "multiagent sac": Script("sota-implementations/multiagent/sac.py", _VMAS),
-    "ppo_trainer": Script(
-        "sota-implementations/ppo_trainer/train.py", _ON_POLICY_TRAINER,
-        edits=_CSV, collector="MultiAsyncCollector",
-    ),
-    "a2c_trainer": Script(
-        "sota-implementations/a2c_trainer/train.py", _ON_POLICY_TRAINER,
-        edits=_CSV, collector="MultiAsyncCollector",
-    ),
-    "reinforce_trainer": Script(
-        "sota-implementations/reinforce_trainer/train.py", _ON_POLICY_TRAINER,
-        edits=_CSV, collector="MultiAsyncCollector",
-    ),
-    "sac_trainer": Script(
-        "sota-implementations/sac_trainer/train.py",
-        (*_OFF_POLICY_TRAINER, "training_env.num_workers=2", "collector.num_workers=2",
-         "collector.init_random_frames=100"),
-        edits=_CSV, collector="MultiAsyncCollector",
-    ),
-    "sac_trainer, async": Script(
-        "sota-implementations/sac_trainer/train.py",
-        ("--config-name=config_async", *_OFF_POLICY_TRAINER,
-         "training_env.num_workers=2", "collector.num_workers=2",
-         "collector.init_random_frames=100"),
-        edits=_CSV, collector="MultiAsyncCollector",
-    ),
-    "td3_trainer": Script(
-        "sota-implementations/td3_trainer/train.py", _OFF_POLICY_TRAINER,
-        edits=_CSV, collector="Collector",
-    ),
-    "ddpg_trainer": Script(
-        "sota-implementations/ddpg_trainer/train.py", _OFF_POLICY_TRAINER, edits=_CSV,
-        collector="Collector",
-    ),
-    "dqn_trainer": Script(
-        "sota-implementations/dqn_trainer/train.py",
-        (*_OFF_POLICY_TRAINER, "collector.init_random_frames=100"), edits=_CSV,
-        collector="Collector",
-    ),
-    "cql_trainer": Script(
-        "sota-implementations/cql_trainer/train.py", _OFF_POLICY_TRAINER,
-        edits=_CSV, collector="Collector",
-    ),
-    "iql_trainer": Script(
-        "sota-implementations/iql_trainer/train.py", _OFF_POLICY_TRAINER,
-        edits=_CSV, collector="Collector",
-    ),
+    "iql_online": _sota("iql", (*_IQL, "env.name=Pendulum-v1"), "iql_online"),
+    "discrete_iql": _sota("iql", _IQL, "discrete_iql"),
     **{
-        f"multiagent_trainer, {name}": Script(
-            "sota-implementations/multiagent_trainer/train.py",
-            (f"--config-name={name}", *_MULTIAGENT_TRAINER), edits=_CSV, collector="Collector",
+        f"multiagent {name}": _sota("multiagent", _VMAS, name)
+        for name in ("mappo_ippo", "maddpg_iddpg", "iql", "qmix_vdn", "sac")
+    },
+    **{
+        f"{name}_trainer": _trainer(name, _ON_POLICY_TRAINER, "MultiAsyncCollector")
+        for name in ("ppo", "a2c", "reinforce")
+    },
+    "sac_trainer": _trainer("sac", _SAC_TRAINER, "MultiAsyncCollector"),
+    "sac_trainer, async": _trainer(
+        "sac", ("--config-name=config_async", *_SAC_TRAINER), "MultiAsyncCollector"
+    ),
+    **{f"{name}_trainer": _trainer(name, _OFF_POLICY_TRAINER) for name in ("td3", "ddpg")},
+    "dqn_trainer": _trainer("dqn", (*_OFF_POLICY_TRAINER, "collector.init_random_frames=100")),
+    **{f"{name}_trainer": _trainer(name, _OFF_POLICY_TRAINER) for name in ("cql", "iql")},
+    **{
+        f"multiagent_trainer, {name}": _trainer(
+            "multiagent", (f"--config-name={name}", *_MULTIAGENT_TRAINER)
         )
         for name in ("mappo", "ippo", "maddpg", "iddpg", "masac", "isac", "qmix", "vdn", "iql")
     },
-    "gail": Script(
-        "sota-implementations/gail/gail.py",
+    "gail": _sota(
+        "gail",
         ("ppo.collector.total_frames=400", "ppo.collector.frames_per_batch=80",
          "ppo.loss.mini_batch_size=20", "ppo.loss.ppo_epochs=2", "env.env_name=HalfCheetah-v5",
          "replay_buffer.batch_size=40", "logger.backend=", "logger.test_interval=100000"),
         edits=(("make_offline_replay_buffer\\(cfg.replay_buffer\\)", _EXPERT_FRAMES
                 + "(make_env(cfg.env.env_name, device), cfg.replay_buffer.batch_size)"),),
     ),
-    "dreamer_v3": Script(
-        "sota-implementations/dreamer_v3/dreamer_v3.py",
+    "dreamer_v3": _sota(
+        "dreamer_v3",
         ("collector.total_frames=400", "collector.frames_per_batch=100", "env.max_episode_steps=50",
          "replay_buffer.batch_size=4", "replay_buffer.seq_len=8",
          "optimization.updates_per_batch=2", "logger.eval_every=200", "logger.eval_episodes=1"),
     ),
-    "tutorial coding_ppo": Script(
-        "tutorials/sphinx-tutorials/coding_ppo.py",
-        edits=(*_SMALL, (r"InvertedDoublePendulum-v\d", "InvertedDoublePendulum-v5")),
-    ),
-    "tutorial coding_ddpg": Script("tutorials/sphinx-tutorials/coding_ddpg.py", edits=_SMALL),
-    "tutorial coding_dqn": Script("tutorials/sphinx-tutorials/coding_dqn.py", edits=_SMALL),
-    "tutorial dqn_with_rnn": Script("tutorials/sphinx-tutorials/dqn_with_rnn.py", edits=_SMALL),
-    "tutorial recurrent_sequence_training": Script(
-        "tutorials/sphinx-tutorials/recurrent_sequence_training.py"
-    ),
-    "tutorial multiagent_competitive_ddpg": Script(
-        "tutorials/sphinx-tutorials/multiagent_competitive_ddpg.py",
-        edits=(*_FEW_ITERATIONS, *_NO_VIDEO),
-    ),
-    "tutorial multiagent_ppo": Script(
-        "tutorials/sphinx-tutorials/multiagent_ppo.py", edits=_FEW_ITERATIONS,
-    ),
-    "tutorial getting-started-3": Script("tutorials/sphinx-tutorials/getting-started-3.py"),
-    "tutorial getting-started-5": Script(
-        "tutorials/sphinx-tutorials/getting-started-5.py",
-        edits=(*_SMALL, *_NO_VIDEO,
-               (r"(stop_after|init_rand_steps|optim_steps)( *)= *[\d_]+", r"\1 = 5")),
-    ),
-    "tutorial collector_trajectory_assembly": Script(
-        "tutorials/sphinx-tutorials/collector_trajectory_assembly.py"
-    ),
-    "tutorial memory_efficient_rl": Script(
-        "tutorials/sphinx-tutorials/memory_efficient_rl.py", edits=_SMALL
-    ),
+    **{
+        f"tutorial {name}": Script(f"{_TUTORIALS}/{name}.py", edits=edits)
+        for name, edits in {
+            "coding_ppo": (*_SMALL, (r"InvertedDoublePendulum-v\d", "InvertedDoublePendulum-v5")),
+            "coding_ddpg": _SMALL,
+            "coding_dqn": _SMALL,
+            "dqn_with_rnn": _SMALL,
+            "recurrent_sequence_training": (),
+            "multiagent_competitive_ddpg": (*_FEW_ITERATIONS, *_NO_VIDEO),
+            "multiagent_ppo": _FEW_ITERATIONS,
+            "getting-started-3": (),
+            "getting-started-5": (
+                *_SMALL, *_NO_VIDEO,
+                (r"(stop_after|init_rand_steps|optim_steps)( *)= *[\d_]+", r"\1 = 5"),
+            ),
+            "collector_trajectory_assembly": (),
+            "memory_efficient_rl": _SMALL,
+        }.items()
+    },
     "example collector_device": Script(
-        "examples/collectors/collector_device.py",
+        f"{_EXAMPLES}/collectors/collector_device.py",
         edits=((r"\bcuda(:0)?\"", 'cpu"'), ("_STEPS = 5_120", "_STEPS = 256"),
                ("max_length > 200", "max_length > 20")),
     ),
     "example mp_collector_mps": Script(
-        "examples/collectors/mp_collector_mps.py", edits=((r"\"mps\"", '"cpu"'),)
+        f"{_EXAMPLES}/collectors/mp_collector_mps.py", edits=((r"\"mps\"", '"cpu"'),)
     ),
-    "example recurrent_slice_sampler_pipeline": Script(
-        "examples/replay-buffers/recurrent_slice_sampler_pipeline.py"
-    ),
-    "example checkpoint": Script("examples/replay-buffers/checkpoint.py"),
-    "single_machine rpc": Script(
-        "examples/distributed/collectors/single_machine/rpc.py", _DISTRIBUTED, _GYMNASIUM
-    ),
-    "single_machine rpc, sync": Script(
-        "examples/distributed/collectors/single_machine/rpc.py", (*_DISTRIBUTED, "--sync"),
-        _GYMNASIUM,
-    ),
-    "single_machine generic": Script(
-        "examples/distributed/collectors/single_machine/generic.py",
-        (*_DISTRIBUTED, "--backend=gloo", "--worker_parallelism=env"), _GYMNASIUM,
-    ),
-    "single_machine generic, sync": Script(
-        "examples/distributed/collectors/single_machine/generic.py",
-        (*_DISTRIBUTED, "--backend=gloo", "--sync", "--worker_parallelism=env"), _GYMNASIUM,
-    ),
+    **{
+        f"example {name}": Script(f"{_EXAMPLES}/replay-buffers/{name}.py")
+        for name in ("recurrent_slice_sampler_pipeline", "checkpoint")
+    },
+    **{
+        f"single_machine {name}{', sync' * bool(sync)}": Script(
+            f"{_EXAMPLES}/distributed/collectors/single_machine/{name}.py",
+            (*_DISTRIBUTED, *more, *sync),
+            _GYMNASIUM,
+        )
+        for name, more in (("rpc", ()), ("generic", ("--backend=gloo", "--worker_parallelism=env")))
+        for sync in ((), ("--sync",))
+    },
 }  # fmt: skip

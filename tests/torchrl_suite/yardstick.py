@@ -25,7 +25,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -176,10 +175,10 @@ class Run:
         outcomes: outcome, seconds and reason of each test, by id.
     """
 
-    def __init__(self, folder: Path, name: str, ids: list[str]) -> None:
+    def __init__(self, folder: Path, ids: list[str]) -> None:
         self.outcomes: dict[str, dict[str, Any]] = {}
         self._folder = folder
-        self._file = folder / f"outcomes-{name}.jsonl"
+        self._file = folder / "outcomes.jsonl"
         self._ids = ids
 
     def execute(self) -> None:
@@ -225,19 +224,10 @@ class Run:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-            size, since = -1, time.monotonic()
-            while True:
-                try:
-                    process.wait(5)
-                    break
-                except subprocess.TimeoutExpired:
-                    new = self._file.stat().st_size
-                    if new != size:
-                        size, since = new, time.monotonic()
-                    elif time.monotonic() - since > LIMIT_S + 30:
-                        os.killpg(process.pid, 9)
-                        process.wait()
-                        break
+            while process.poll() is None:
+                time.sleep(1)
+                if time.time() - self._file.stat().st_mtime > LIMIT_S + 30:
+                    os.killpg(process.pid, 9)
 
 
 def read_list(path: Path) -> Iterator[tuple[str, str]]:
@@ -306,13 +296,7 @@ class Judged:
         return f"| {name} | {' | '.join(map(str, figures))} |"
 
 
-def judge(
-    checkout: Path,
-    patterns: Sequence[str] = (),
-    *,
-    theirs: bool = False,
-    jobs: int = 1,
-) -> Judged:
+def judge(checkout: Path, patterns: Sequence[str] = (), *, theirs: bool = False) -> Judged:
     """Run the tests whose ids contain one of the patterns; without patterns all."""
     reference = dict(read_list(REFERENCE))
     recorded = {i.partition("::")[0] for i in reference}
@@ -328,14 +312,9 @@ def judge(
             if not theirs and is_unknown:
                 reasons[i] = NOT_THEIRS
         chosen = [i for i in ids if theirs or reasons[i] is None]
-        runs = [Run(folder, str(job), chosen[job::jobs]) for job in range(jobs)]
-        threads = [threading.Thread(target=run.execute) for run in runs]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    outcomes = {i: outcome for run in runs for i, outcome in run.outcomes.items()}
-    return Judged(reasons, outcomes, num_left_out)
+        run = Run(folder, chosen)
+        run.execute()
+    return Judged(reasons, run.outcomes, num_left_out)
 
 
 def write_reference(outcomes: dict[str, dict[str, Any]], *, merge: bool) -> None:

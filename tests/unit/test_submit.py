@@ -13,9 +13,8 @@ from helpers.paths import SCRIPTS
 
 import distcollect as dc
 from distcollect.commands.main import main
-from distcollect.integrations.slurm import disks, states
-from distcollect.integrations.slurm.status import trainer_in_words
-from distcollect.integrations.slurm.submit import check_folder, minutes
+from distcollect.integrations.slurm import status
+from distcollect.integrations.slurm.submit import check_folder, minutes, objection
 from distcollect.launch.run_folder import ENDED, LISTENING, REQUEUED, NotYet, RunFolder, RunOver
 
 SCRIPT = SCRIPTS / "train_submitted.py"
@@ -130,30 +129,9 @@ def test_a_folder_with_a_run(run: RunFolder, capsys: pytest.CaptureFixture[str])
     assert "holds a run already" in capsys.readouterr().err
 
 
-def test_file_systems() -> None:
-    mounts = "\n".join(
-        [
-            "/dev/sda1 / ext4 rw 0 0",
-            "tmpfs /scratch tmpfs rw 0 0",
-            "server:/home /home nfs4 rw 0 0",
-            "none /home/fast\\040disk tmpfs rw 0 0",
-            "lustre /big lustre rw 0 0",
-            "tmpfs /over tmpfs rw 0 0",
-            "server:/over /over nfs rw 0 0",
-        ]
-    )
-
-    def certain(folder: str) -> bool | None:
-        problem, is_certain = disks.objection(Path(folder), mounts)
-        return is_certain if problem else None
-
-    assert certain("/scratch/run") is True
-    assert certain("/home/fast disk/run") is True
-    assert certain("/dev/shm/run") is True
-    assert certain("/opt/run") is False
-    assert certain("/homes/run") is False
-    for shared in ("/home/me/run", "/big/run", "/over/run"):
-        assert certain(shared) is None
+def test_a_folder_on_a_disk_of_this_host() -> None:
+    assert objection(Path("/dev/run")) == ("/dev/run is in this host's memory (tmpfs)", True)
+    assert objection(Path("/proc/run")) == ("", False)
 
 
 @pytest.mark.parametrize(
@@ -175,14 +153,14 @@ def test_states_of_jobs() -> None:
         "JobId=21 ArrayJobId=20 ArrayTaskId=0 JobState=OUT_OF_MEMORY Reason=OutOfMemory "
         "Restarts=0 ExitCode=0:125 RunTime=00:00:09 NodeList=n1\n"
     )
-    running, *pending, oom = states.parse_scontrol(shown)
+    running, *pending, oom = status.parse_scontrol(shown)
     assert (running.restarts, running.nodes, running.is_over) == (2, "n[1-3]", False)
     assert [state.job_id for state in pending] == ["20_1", "20_2", "20_5"]
     assert pending[0].meaning == "waits in the queue (Priority)"
     assert oom.job_id == "20_0"
     assert "--mem-gb" in oom.meaning
     told = "7|CANCELLED by 1000|0:15|00:00:03|n1\n8|FAILED|3:0|00:00:01|n2\n9|NODE_FAIL|0:0|1:0|n3"
-    cancelled, failed, crashed = states.parse_sacct(told)
+    cancelled, failed, crashed = status.parse_sacct(told)
     assert cancelled.meaning == "cancelled (by 1000)"
     assert failed.meaning == "a task ended with exit code 3"
     assert crashed.is_over
@@ -192,7 +170,7 @@ def test_the_report_says_in_words_what_the_trainer_does(run: RunFolder) -> None:
     def said(is_running: bool) -> str:
         said = run.read("trainer.json")
         assert said is not None
-        return trainer_in_words(said, is_running).replace(said["since"], "NOON")
+        return status.trainer_in_words(said, is_running).replace(said["since"], "NOON")
 
     run.tell(LISTENING, host="10.0.0.1", port=12345)
     listening = "the trainer has been listening since NOON, at 10.0.0.1:12345"

@@ -232,20 +232,6 @@ class TestStats:
                 collector.stats(workers="some")
 
 
-class TestHooks:
-    def test_are_called_before_and_after_each_batch(self) -> None:
-        calls: list[Any] = []
-        with make(
-            total_frames=16,
-            pre_collect_hook=lambda: calls.append("before"),
-            post_collect_hook=calls.append,
-        ) as collector:
-            batches = list(collector)
-        assert [calls[0], calls[2]] == ["before"] * 2
-        assert calls[1] is batches[0]
-        assert calls[3] is batches[1]
-
-
 class TestArguments:
     def test_whole_numbers_may_be_floats(self) -> None:
         with make(frames_per_batch=8.0, total_frames=1.6e1) as collector:

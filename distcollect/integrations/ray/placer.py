@@ -31,7 +31,12 @@ log = logging.getLogger(__name__)
 _SETTLED_S = 10.0
 # For supervisors to end once they were told to, and for Ray to confirm that an actor has ended.
 _END_TIMEOUT_S = 5.0
+_WATCH_PERIOD_S = 1.0
 _MAX_NAMED = 5
+_DISCONNECTED = (
+    "this process is no longer connected to Ray, which has ended its actors: close the collector "
+    "before you call ray.shutdown()"
+)
 
 
 class _State(enum.Enum):
@@ -41,9 +46,6 @@ class _State(enum.Enum):
     STARTED = enum.auto()  # its actor runs
     JOINED = enum.auto()  # it has joined the trainer
     GIVEN_UP = enum.auto()  # Ray doesn't start it any more, whatever is reported after this
-
-
-_PENDING = frozenset({_State.WAITING, _State.STARTED})
 
 
 @dataclass(eq=False)
@@ -71,6 +73,8 @@ class RayPlacer:
         address: this host's address in the Ray cluster.
     """
 
+    _given_up: Callable[[int, str], None]
+
     def __init__(self, settings: RaySettings) -> None:
         """Connect to Ray.
 
@@ -82,16 +86,17 @@ class RayPlacer:
         self._connection = ray_cluster.connection(self._ray)
         self.address = str(self._ray.util.get_node_ip_address())
         self._owner = Owner()
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()  # of what follows
         self._slots: list[_Placed] = []
-        self._placement_group: Any = None
         self._changed_at = math.inf
-        self._is_closed = False
+        self._placement_group: Any = None
+        self._closed = threading.Event()
 
     def start(
         self, trainer: TrainerAddress, num_workers: int, given_up: Callable[[int, str], None]
     ) -> None:
         """Create the actors; see :class:`~.placement.Placer`."""
+        self._given_up = given_up
         name = f"distcollect-{secrets.token_hex(3)}-worker"
         log.info("asking Ray for %d actor(s), named %s-0 and so on", num_workers, name)
         if too_much := self._too_much(range(num_workers), num_workers):
@@ -100,28 +105,16 @@ class RayPlacer:
             groups = self._group_options(name, num_workers)
             for worker_id in range(num_workers):
                 options = {**self._settings.options(worker_id), **groups[worker_id]}
-                self._create(worker_id, f"{name}-{worker_id}", options, trainer, given_up)
+                self._create(worker_id, {**options, "name": f"{name}-{worker_id}"}, trainer)
         except (TypeError, ValueError, self._ray.exceptions.RayError) as error:
             raise LaunchError(
                 f"Ray refuses remote_configs={self._settings.worker_options!r}: {error}"
             ) from error
-        threading.Thread(target=self._remind, name="distcollect-ray", daemon=True).start()
+        threading.Thread(target=self._watch, name="distcollect-ray", daemon=True).start()
 
-    def _create(
-        self,
-        worker_id: int,
-        name: str,
-        options: dict[str, Any],
-        trainer: TrainerAddress,
-        given_up: Callable[[int, str], None],
-    ) -> None:
+    def _create(self, worker_id: int, options: dict[str, Any], trainer: TrainerAddress) -> None:
         # With endless retries Ray calls `serve` again whenever it has restarted the actor.
-        options = {
-            **options,
-            "name": name,
-            "max_task_retries": -1 if options["max_restarts"] else 0,
-        }
-        num_threads = max(1, int(options["num_cpus"] or 1))
+        options["max_task_retries"] = -1 if options["max_restarts"] else 0
         actor = self._ray.remote(RayWorker).options(**options).remote()
         started = actor.__ray_ready__.remote()
         # An argument of a call goes directly to the actor; those of its creation would be stored.
@@ -131,13 +124,13 @@ class RayPlacer:
             port=trainer.port,
             token=trainer.token,
             version=__version__,
-            num_threads=num_threads,
+            num_threads=max(1, int(options["num_cpus"] or 1)),
         )
-        with self._changed:
+        with self._lock:
             self._slots.append(_Placed(actor, served))
             self._changed_at = time.monotonic()
         started.future().add_done_callback(partial(self._started, worker_id))
-        served.future().add_done_callback(partial(self._ended, worker_id, given_up))
+        served.future().add_done_callback(partial(self._ended, worker_id))
 
     def _group_options(self, name: str, num_workers: int) -> Sequence[dict[str, Any]]:
         """The options that put each actor into its part of the placement group, if there is one."""
@@ -185,16 +178,16 @@ class RayPlacer:
     # Called by Ray, on a thread of its own.
 
     def _started(self, worker_id: int, started: Any) -> None:
-        with self._changed:
-            if started.exception() is None and self._slots[worker_id].state is _State.WAITING:
-                self._enter(worker_id, _State.STARTED)
+        if started.exception() is None:
+            self._enter(worker_id, _State.STARTED)
 
-    def _ended(self, worker_id: int, given_up: Callable[[int, str], None], served: Any) -> None:
-        with self._changed:
-            if self._is_closed:
-                return
-            self._enter(worker_id, _State.GIVEN_UP)
-        given_up(worker_id, _reason(worker_id, served.exception()))
+    def _ended(self, worker_id: int, served: Any) -> None:
+        if not self._closed.is_set():
+            self._give_up(worker_id, _reason(worker_id, served.exception()))
+
+    def _give_up(self, worker_id: int, reason: str) -> None:
+        if self._enter(worker_id, _State.GIVEN_UP):
+            self._given_up(worker_id, reason)
 
     # What the trainer's join server sees.
 
@@ -206,35 +199,35 @@ class RayPlacer:
         """See :class:`~.placement.Placer`."""
         self._enter(worker_id, _State.WAITING)
 
-    def _enter(self, worker_id: int, state: _State) -> None:
-        with self._changed:
-            # Others have joined by themselves.
-            if worker_id < len(self._slots):
-                slot = self._slots[worker_id]
-                slot.state = state if slot.state is not _State.GIVEN_UP else _State.GIVEN_UP
-                self._changed_at = time.monotonic()
-                self._changed.notify_all()
+    def _enter(self, worker_id: int, state: _State) -> bool:
+        """Change the state of a slot; False if it stays as it is."""
+        with self._lock:
+            if worker_id >= len(self._slots):
+                return False  # it has joined by itself
+            slot = self._slots[worker_id]
+            is_late = state is _State.STARTED and slot.state is _State.JOINED
+            if is_late or slot.state is _State.GIVEN_UP:
+                return False
+            slot.state, self._changed_at = state, time.monotonic()
+            return True
+
+    def _in(self, state: _State) -> list[int]:
+        """Return the slots that are in a state."""
+        return [worker_id for worker_id, slot in enumerate(self._slots) if slot.state is state]
 
     @property
     def is_settled(self) -> bool:
         """See :class:`~.placement.Placer`."""
-        with self._changed:
-            states = {slot.state for slot in self._slots}
-            if _State.STARTED in states:
+        with self._lock:
+            if self._in(_State.STARTED):
                 return False
-            is_missing = _State.WAITING in states
+            is_missing = bool(self._in(_State.WAITING))
             return not is_missing or time.monotonic() - self._changed_at >= _SETTLED_S
-
-    def _missing(self) -> dict[int, _State]:
-        """The states of the slots whose supervisors have not joined, and may still do so."""
-        return {w: slot.state for w, slot in enumerate(self._slots) if slot.state in _PENDING}
 
     def missing(self) -> str:
         """See :class:`~.placement.Placer`."""
-        with self._changed:
-            states = self._missing()
-        joining = [w for w, state in states.items() if state is _State.STARTED]
-        waiting = [w for w, state in states.items() if state is _State.WAITING]
+        with self._lock:
+            joining, waiting = self._in(_State.STARTED), self._in(_State.WAITING)
         parts = []
         if joining:
             parts.append(f"Ray has started {_names(joining)}, which did not join yet")
@@ -252,25 +245,21 @@ class RayPlacer:
             parts += filter(None, [self._too_much(waiting, len(self._slots))])
         return "; ".join(parts)
 
-    def _remind(self) -> None:
-        """Say from time to time which workers are missing, until the end."""
-        while self._wait(lambda: bool(self._missing())):
-            reminder = Reminder(time.monotonic())
-            while not self._wait(lambda: not self._missing(), reminder.at - time.monotonic()):
-                now = time.monotonic()
-                if self._is_closed:
-                    return
-                if reminder.is_due(now):
-                    self._report(now - reminder.began)
-
-    def _wait(self, is_done: Callable[[], bool], timeout_s: float | None = None) -> bool:
-        """Wait for this or for the end; False if neither came, or the end."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_closed or is_done(), timeout_s)
-            return not self._is_closed and is_done()
+    def _watch(self) -> None:
+        """Say from time to time which workers are missing; give all up when Ray is gone."""
+        reminder, before = Reminder(0.0), None
+        while not self._closed.wait(_WATCH_PERIOD_S):
+            if not self._ray.is_initialized():
+                for worker_id in range(len(self._slots)):
+                    self._give_up(worker_id, _DISCONNECTED)
+                return
+            now, states = time.monotonic(), [slot.state for slot in self._slots]
+            if states != before:
+                reminder, before = Reminder(now), states
+            elif reminder.is_due(now):
+                self._report(now - reminder.began)
 
     def _report(self, elapsed_s: float) -> None:
-        # Ray is asked without the lock, which Ray's own thread needs to report.
         try:
             if missing := self.missing():
                 log.warning("after %.0f s: %s", elapsed_s, missing)
@@ -279,26 +268,21 @@ class RayPlacer:
 
     def close(self) -> None:
         """Kill the actors, wait until they have ended, and release the connection to Ray."""
-        if not self._owner.is_here:
+        if not self._owner.is_here or self._closed.is_set():
             return
-        with self._changed:
-            if self._is_closed:
-                return
-            self._is_closed = True
-            self._changed.notify_all()
-            slots = list(self._slots)
+        self._closed.set()
         try:
             # Otherwise the connection to Ray was closed before, which has killed them. A call would
             # connect anew, or ask another cluster.
             if ray_cluster.connection(self._ray) == self._connection:
-                self._kill(slots)
+                self._kill()
         except self._ray.exceptions.RayError as error:
             log.warning("Ray does not answer, and ends its actors by itself: %s", error)
         finally:
             ray_cluster.release()
 
-    def _kill(self, slots: Sequence[_Placed]) -> None:
-        ray = self._ray
+    def _kill(self) -> None:
+        ray, slots = self._ray, self._slots
         started = [slot.served for slot in slots if slot.state is not _State.WAITING]
         if started:
             ray.wait(started, num_returns=len(started), timeout=_END_TIMEOUT_S)

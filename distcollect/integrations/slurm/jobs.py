@@ -40,40 +40,33 @@ class Job:
         name: its name in SLURM's queue.
         trains: whether its first task is the trainer.
         command: the command that each task runs.
+        requests: what it asks for, by submitit's names: at least "nodes", "ntasks_per_node" and
+            "cpus_per_task".
+        options: other options of sbatch by their long names; "" for one without a value.
         count: number of jobs; more than one make an array.
-        nodes: number of hosts.
-        tasks_per_node: processes on each host.
-        cpus_per_task: cores of each process.
-        gpus_per_node: GPUs on each host.
-        mem_gb: memory on each host; None: the cluster's default.
-        time_min: time limit in minutes, after which it is ended and requeued.
-        further: other options of sbatch by their long names; "" for one without a value.
-        setup: shell lines that run first.
     """
 
     name: str
     trains: bool
     command: Sequence[str]
+    requests: Mapping[str, Any]
+    options: Mapping[str, str] = field(default_factory=dict)
     count: int = 1
-    nodes: int = 1
-    tasks_per_node: int = 1
-    cpus_per_task: int = 1
-    gpus_per_node: int = 0
-    mem_gb: float | None = None
-    time_min: int = 60
-    further: Mapping[str, str] = field(default_factory=dict)
-    setup: Sequence[str] = ()
 
     @property
     def num_tasks(self) -> int:
         """Number of tasks in each job."""
-        return self.nodes * self.tasks_per_node
+        return int(self.requests["nodes"] * self.requests["ntasks_per_node"])
 
     @property
-    def about(self) -> str:
-        """Who runs in it, and how often it is submitted, in words."""
-        who = "trainer" if self.trains else "workers"
-        return who if self.count == 1 else f"{who}, {self.count} times"
+    def about(self) -> tuple[str, str]:
+        """Who runs in it, and how often it is submitted, in words: the latter after a comma."""
+        times = "" if self.count == 1 else f", {self.count} times"
+        return "trainer" if self.trains else "workers", times
+
+    def __str__(self) -> str:
+        wanted = {"count": self.count, **self.requests, **self.options}
+        return ", ".join(f"{name}={value}" for name, value in wanted.items() if value is not None)
 
 
 @dataclass(frozen=True)
@@ -162,26 +155,21 @@ class Submitter:
 
     def _parameters(self, job: Job) -> dict[str, Any]:
         # A host or a task that fails must not end the others.
-        further: dict[str, str | bool] = {"requeue": True, "no-kill": True}
-        further |= {name: value or True for name, value in job.further.items()}
-        parameters = {
+        options: dict[str, str | bool] = {"requeue": True, "no-kill": True}
+        options |= {name: value or True for name, value in job.options.items()}
+        wanted = {name: value for name, value in job.requests.items() if value is not None}
+        return {
+            **wanted,
             "job_name": job.name,
-            "nodes": job.nodes,
-            "ntasks_per_node": job.tasks_per_node,
-            "cpus_per_task": job.cpus_per_task,
-            "gpus_per_node": job.gpus_per_node or None,
-            "mem": None if job.mem_gb is None else f"{round(job.mem_gb * 1024)}MB",
-            "time": job.time_min,
             "signal_delay_s": self.settings["notice_s"],
-            "setup": list(job.setup) or None,
-            "additional_parameters": further,
+            "additional_parameters": options,
             # From SLURM 22.05 on, srun doesn't inherit sbatch's number of CPUs.
             "srun_args": [
                 *("--kill-on-bad-exit=0", "--wait=0", "--no-kill", "--open-mode=append"),
-                f"--cpus-per-task={job.cpus_per_task}",
+                f"--cpus-per-task={wanted['cpus_per_task']}",
             ],
+            "wckey": None,
         }
-        return {**{k: v for k, v in parameters.items() if v is not None}, "wckey": None}
 
 
 def partitions() -> dict[str, str]:
@@ -214,9 +202,3 @@ def check_slurm() -> None:
             f"this machine has no SLURM: {', '.join(missing)} can't be found. Log in to the "
             "cluster's login node; or start the script by torchrun, or by plain python"
         )
-
-
-def worker_command(folder: RunFolder, num_threads: int) -> list[str]:
-    """The command that a worker's task runs."""
-    command = [sys.executable, "-m", "distcollect", "worker", "--run", str(folder.path)]
-    return [*command, "--threads", str(num_threads)]

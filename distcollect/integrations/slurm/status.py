@@ -1,26 +1,62 @@
-"""``distcollect status``: the jobs of a run on a SLURM cluster, and their states."""
+"""``distcollect status``: the jobs of a run on a SLURM cluster, and what SLURM says of them."""
 
 from __future__ import annotations
 
 import argparse
-import sys
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from distcollect.errors import ArgumentError
-from distcollect.integrations.slurm import states
-from distcollect.integrations.slurm.jobs import check_slurm
-from distcollect.integrations.slurm.states import JobState
+from distcollect.integrations.slurm.jobs import COMMAND_TIMEOUT_S, check_slurm
+from distcollect.integrations.slurm.task import run_command
 from distcollect.launch.run_folder import ENDED, LISTENING, RunFolder
 
 _POLL_S = 3.0
 # A job whose host failed, or that was preempted, may soon be back in the queue.
 _SETTLE_S = 15.0
-_MAY_COME_BACK = {"NODE_FAIL", "PREEMPTED", "FAILED", "CANCELLED", states.UNKNOWN}
 _TAIL_LINES = 15
 _MOST_TAILS = 3
+
+_SACCT = (
+    *("sacct", "--allocations", "--noheader", "--parsable2"),
+    *("--format", "JobID,State,ExitCode,Elapsed,NodeList"),
+)
+
+_REQUEUED = "goes back to the queue"
+_HELD = f"{_REQUEUED}, held: 'scontrol release ID' lets it go on"
+# Of jobs that have not ended; of others, there is nothing to say.
+_ALIVE = {
+    "PENDING": "waits in the queue",
+    "CONFIGURING": "its nodes are being prepared",
+    "SUSPENDED": "suspended by the cluster",
+    "STOPPED": "stopped by the cluster",
+    "COMPLETING": "is ending",
+    "STAGE_OUT": "is ending",
+    "REQUEUED": _REQUEUED,
+    "REQUEUE_FED": _REQUEUED,
+    "REQUEUE_HOLD": _HELD,
+    "SPECIAL_EXIT": _HELD,
+}
+_ENDED = {
+    "COMPLETED": "done",
+    "FAILED": "a task failed",
+    "CANCELLED": "cancelled",
+    "TIMEOUT": "its time was up before it could be requeued: ask for more --time, or a longer "
+    "--notice",
+    "PREEMPTED": "a job with a higher priority took its nodes, and this cluster doesn't requeue "
+    "it: submit it again, or to another partition",
+    "NODE_FAIL": "one of its nodes went down",
+    "OUT_OF_MEMORY": "it used more memory than it had requested: ask for more --mem-gb",
+    "DEADLINE": "its deadline has passed",
+    "BOOT_FAIL": "one of its nodes did not start",
+    "REVOKED": "another cluster of the federation took it",
+}
+UNKNOWN = "UNKNOWN"
+_MEANINGS = {**_ALIVE, **_ENDED, UNKNOWN: "SLURM doesn't know it (any more)"}
+_MAY_COME_BACK = {"NODE_FAIL", "PREEMPTED", "FAILED", "CANCELLED", UNKNOWN}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -111,9 +147,12 @@ class Report:
         """Ask SLURM, and read the run's folder."""
         self._folder = folder
         self._said = folder.read("trainer.json") or {}
-        self._jobs = [(job, states.query([str(job["id"])])) for job in folder.jobs()]
-        trainers = [found for job, found in self._jobs if job["trains"]]
-        self.trainer: JobState = trainers[0][0]
+        self._states = [
+            ("trainer" if job["trains"] else "workers", state)
+            for job in folder.jobs()
+            for state in query(str(job["id"]))
+        ]
+        self.trainer = next(state for who, state in self._states if who == "trainer")
 
     @property
     def exit_code(self) -> int:
@@ -123,53 +162,41 @@ class Report:
     @property
     def key(self) -> tuple[object, ...]:
         """A value that changes whenever the report should be printed again."""
-        jobs = [(s.job_id, s.state, s.restarts) for _, found in self._jobs for s in found]
-        return (*jobs, self._said.get("state"), self._said.get("since"))
+        states = [(state.job_id, state.state, state.restarts) for _, state in self._states]
+        return (*states, self._said.get("state"), self._said.get("since"))
 
     @property
     def text(self) -> str:
         """The report in words."""
         lines = [f"run {self._folder.path}"]
-        for job, found in self._jobs:
-            for state in found:
-                kind = "trainer" if job["trains"] else "workers"
-                row = f"  {kind}  {state.job_id:<12} {state.state:<13} {state.run_time:<11}"
-                lines.append(f"{row} {state.nodes:<12} {state.meaning}".rstrip())
+        for who, state in self._states:
+            row = f"  {who}  {state.job_id:<12} {state.state:<13} {state.run_time:<11}"
+            lines.append(f"{row} {state.nodes:<12} {state.meaning}".rstrip())
         if self._said:
             lines.append(trainer_in_words(self._said, self.trainer.state == "RUNNING"))
-        restarted = [s.job_id for _, found in self._jobs for s in found if s.restarts]
-        lines += [f"an earlier start of job {start}" for start in states.earlier_starts(restarted)]
-        lines += self._folder.history()
-        return "\n".join([*lines, *self._failures()])
+        lines += earlier_starts([state.job_id for _, state in self._states if state.restarts])
+        return "\n".join([*lines, *self._folder.history(), *self._failures()])
 
-    def _failures(self) -> list[str]:
-        """The last lines of the logs of tasks that failed."""
-        lines: list[str] = []
-        failed = sorted((self._folder.path / "failed").glob("*.json"))
-        names = [file.stem for file in failed]
+    def _failures(self) -> Iterator[str]:
+        """Return the last lines of the logs of tasks that failed."""
+        names = [file.stem for file in sorted((self._folder.path / "failed").glob("*.json"))]
+        # Tasks that had no time to write a file about their failure.
         bad = ("FAILED", "OUT_OF_MEMORY", "TIMEOUT", "NODE_FAIL")
-        for _, found in self._jobs:
-            # Tasks that had no time to write a file about their failure.
-            names += [f"{s.job_id}_0" for s in found if s.state in bad]
-        for name in list(dict.fromkeys(names))[:_MOST_TAILS]:
-            about = self._folder.read(f"failed/{name}.json") or {}
+        names += [f"{state.job_id}_0" for _, state in self._states if state.state in bad]
+        names = list(dict.fromkeys(names))
+        for name in names[:_MOST_TAILS]:
+            about = self._folder.read(f"failed/{name}.json")
             job_id, _, rank = name.rpartition("_")
             log = self._folder.logs / f"{name}_log.err"
             how = f", {about['how']} on {about['host']}" if about else ""
-            lines.append(f"\njob {job_id}, task {rank}{how}; the last lines of {log}:")
-            lines += tail(log)
-        if len(set(names)) > _MOST_TAILS:
-            lines.append(f"\nand {len(set(names)) - _MOST_TAILS} more, see {self._folder.logs}")
-        return lines
-
-
-def tail(log: Path) -> list[str]:
-    """The last lines of a log, or a line that says why there are none."""
-    try:
-        lines = log.read_text(errors="replace").splitlines()
-    except OSError:
-        return ["  (there is no such file: does that host see this folder?)"]
-    return [f"  {line}" for line in lines[-_TAIL_LINES:]] or ["  (empty)"]
+            yield f"\njob {job_id}, task {rank}{how}; the last lines of {log}:"
+            try:
+                tail = log.read_text(errors="replace").splitlines()[-_TAIL_LINES:] or ["(empty)"]
+            except OSError:
+                tail = ["(there is no such file: does that host see this folder?)"]
+            yield from (f"  {line}" for line in tail)
+        if len(names) > _MOST_TAILS:
+            yield f"\nand {len(names) - _MOST_TAILS} more, see {self._folder.logs}"
 
 
 def follow(folder: RunFolder) -> int:
@@ -181,11 +208,121 @@ def follow(folder: RunFolder) -> int:
         if report.key != key:
             print(report.text, end="\n\n", flush=True)
             key = report.key
-        ended = report.trainer.is_over or report.trainer.state == states.UNKNOWN
+        ended = report.trainer.is_over or report.trainer.state == UNKNOWN
         now = time.monotonic()
         over_since = (over_since or now) if ended else None
         settle_s = _SETTLE_S if report.trainer.state in _MAY_COME_BACK else 0.0
         if over_since is not None and now - over_since >= settle_s:
-            sys.stdout.flush()
             return report.exit_code
         time.sleep(_POLL_S)
+
+
+# What SLURM says.
+
+
+class JobState(NamedTuple):
+    """The state of one job, or of one job of an array.
+
+    Attributes:
+        job_id: its id, such as "12" or "12_3".
+        state: SLURM's name for the state.
+        exit_code: the highest exit code of its tasks, and the signal that ended it, as "0:9".
+        run_time: "H:MM:SS" since it last started.
+        nodes: the hosts that it runs or ran on.
+        reason: why it waits, or who cancelled it; "" if unknown.
+        restarts: how often it was requeued.
+    """
+
+    job_id: str
+    state: str
+    exit_code: str = ""
+    run_time: str = ""
+    nodes: str = ""
+    reason: str = ""
+    restarts: int = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Return True if it has ended and is not requeued."""
+        return self.state in _ENDED
+
+    @property
+    def meaning(self) -> str:
+        """The state in words."""
+        words = _MEANINGS.get(self.state, "")
+        code, _, signal = self.exit_code.partition(":")
+        if self.state == "FAILED" and code:
+            words = f"a task ended with exit code {code}"
+            words += f", signal {signal}" if signal not in ("", "0") else ""
+        if self.reason and self.state in ("PENDING", "CANCELLED"):
+            words += f" ({self.reason})"
+        if self.restarts:
+            words += f"{', ' if words else ''}requeued {self.restarts} time(s) so far"
+        return words
+
+
+def query(job_id: str) -> list[JobState]:
+    """The state of a job, or of each job of an array; UNKNOWN if SLURM forgot it."""
+    states = list(parse_scontrol(_output_of(["scontrol", "show", "job", "--oneliner", job_id])))
+    states = states or parse_sacct(_output_of([*_SACCT, "--jobs", job_id]))
+    return states or [JobState(job_id, UNKNOWN)]
+
+
+def earlier_starts(job_ids: Sequence[str]) -> list[str]:
+    """How earlier starts of requeued jobs ended, in words; needs SLURM's accounting."""
+    if not job_ids:
+        return []
+    states = parse_sacct(_output_of([*_SACCT, "--duplicates", "--jobs", ",".join(job_ids)]))
+    last = {state.job_id: state for state in states}
+    return [
+        f"an earlier start of job {start.job_id}: {start.state} after {start.run_time} on "
+        f"{start.nodes}"
+        for start in states
+        if start is not last[start.job_id]
+    ]
+
+
+def parse_scontrol(shown: str) -> Iterator[JobState]:
+    """Read the output of ``scontrol show job --oneliner``."""
+    for line in shown.splitlines():
+        words = dict(re.findall(r"(\S+?)=(\S*)", line))
+        if "JobId" not in words or "JobState" not in words:
+            continue
+        about = JobState(
+            words["JobId"],
+            words["JobState"],
+            words.get("ExitCode", ""),
+            words.get("RunTime", ""),
+            words.get("NodeList", "").replace("(null)", ""),
+            words.get("Reason", "None").replace("None", ""),
+            int(words.get("Restarts", 0)),
+        )
+        if "ArrayJobId" not in words:
+            yield about
+            continue
+        for index in _indices(words.get("ArrayTaskId", "")):
+            yield about._replace(job_id=f"{words['ArrayJobId']}_{index}")
+
+
+def parse_sacct(shown: str) -> list[JobState]:
+    """Read the output of ``sacct --parsable2`` with JobID,State,ExitCode,Elapsed,NodeList."""
+    found = []
+    for line in shown.splitlines():
+        job_id, words, code, elapsed, nodes = line.split("|")[:5]
+        state, _, reason = words.partition(" ")  # "CANCELLED by 1000"
+        nodes = nodes.replace("None assigned", "")
+        found.append(JobState(job_id, state, code, elapsed, nodes, reason))
+    return found
+
+
+def _indices(text: str) -> Iterator[int]:
+    """The indices in text such as "0-2,5%8"."""
+    for part in text.partition("%")[0].split(","):
+        first, _, last = part.partition("-")
+        if first.isdigit():
+            yield from range(int(first), int(last or first) + 1)
+
+
+def _output_of(command: list[str]) -> str:
+    done = run_command(command, COMMAND_TIMEOUT_S)
+    return done.stdout if done.returncode == 0 else ""

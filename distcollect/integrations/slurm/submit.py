@@ -7,19 +7,19 @@ import re
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from distcollect.commands.argtypes import above_0, count, natural
 from distcollect.errors import ArgumentError, LaunchError
-from distcollect.integrations.slurm import disks, status
-from distcollect.integrations.slurm.jobs import (
-    Job,
-    Submitter,
-    check_slurm,
-    partitions,
-    worker_command,
-)
+from distcollect.integrations.slurm import status
+from distcollect.integrations.slurm.jobs import COMMAND_TIMEOUT_S, Job, Submitter, partitions
+from distcollect.integrations.slurm.task import run_command
 from distcollect.launch.run_folder import ENDED, RunFolder, obstacle, others_may_change
+
+# Types of file systems, as `stat` names them: in memory, which no other host sees, and on a disk of
+# this host, which a small cluster may export to the others.
+_IN_MEMORY = {"tmpfs", "ramfs", "hugetlbfs"}
+_LOCAL = {"ext2/ext3", "xfs", "btrfs", "overlayfs", "zfs", "f2fs", "msdos"}
+_PRIVATE_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # noqa: S108 - only compared with
 
 _EPILOG = """\
 One job, whose first task trains and whose others are workers:
@@ -49,12 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("arguments", nargs=argparse.REMAINDER, help="passed on to the script")
     add("--run-folder", type=Path, metavar="DIR", help="for the run's files, on a disk that all "
         "hosts share (default: runs/SCRIPT-TIME in the working folder)")  # fmt: skip
-    add(
-        "--add-workers",
-        type=Path,
-        metavar="RUN",
-        help="add worker jobs to the run in this folder, instead of submitting a script",
-    )
+    add("--add-workers", type=Path, metavar="RUN", help="add worker jobs to the run in this "
+        "folder, instead of submitting a script")  # fmt: skip
     add("--name", help="of the jobs in SLURM's queue (default: the script's)")
 
     job = parser.add_argument_group("the trainer's job")
@@ -79,17 +75,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = workers.add_argument
     add("--worker-jobs", type=natural, default=0, metavar="N", help="jobs, of one node each "
         "(default: %(default)s)")  # fmt: skip
-    add("--worker-tasks", type=count, default=1, metavar="N", help="workers in each "
-        "(default: %(default)s)")  # fmt: skip
-    add("--worker-cpus", type=count, metavar="N", help="cores of each worker")
-    add("--worker-gpus", type=natural, default=0, metavar="N", help="GPUs of each job (default: 0)")
+    add("--worker-tasks", type=count, default=1, metavar="N", dest="worker_tasks_per_node",
+        help="workers in each (default: %(default)s)")  # fmt: skip
+    add("--worker-cpus", type=count, metavar="N", dest="worker_cpus_per_task", help="cores of each "
+        "worker")  # fmt: skip
+    add("--worker-gpus", type=natural, default=0, metavar="N", dest="worker_gpus_per_node",
+        help="GPUs of each job (default: 0)")  # fmt: skip
     add("--worker-mem-gb", type=above_0, metavar="GB", help="memory of each job")
     add("--worker-time", type=minutes, metavar="TIME", help="time limit of each job")
-    add(
-        "--worker-partition",
-        metavar="NAME",
-        help="partition of these jobs, for example one without GPUs",
-    )
+    add("--worker-partition", metavar="NAME", help="partition of these jobs, for example one "
+        "without GPUs")  # fmt: skip
     add("--worker-slurm", action="append", metavar="NAME[=VALUE]", help="used instead of --slurm")
 
     how = parser.add_argument_group("how to run and submit")
@@ -135,42 +130,25 @@ def run(given: argparse.Namespace) -> int:
             f"--notice {given.notice} s is all of the {shortest} minute(s) that a job has: it "
             "would be told to end when it begins; ask for more --time, or a shorter --notice"
         )
-    jobs = [
-        Job(
-            name=name,
-            trains=True,
-            command=[sys.executable, "-u", str(script), *given.arguments],
-            nodes=given.nodes,
-            tasks_per_node=given.tasks_per_node,
-            cpus_per_task=given.cpus_per_task,
-            gpus_per_node=given.gpus_per_node,
-            mem_gb=given.mem_gb,
-            time_min=given.time,
-            further=_further(given, given.partition, given.slurm),
-            setup=given.setup,
-        )
-    ]
+    command = [sys.executable, "-u", str(script), *given.arguments]
+    jobs = [_job(given, name, command, trains=True)]
     if given.worker_jobs:
         jobs.append(_worker_job(given, folder, name))
     settings = {
         "name": name,
-        "command": jobs[0].command,
+        "command": command,
         "script_folder": str(script.parent),
         "cwd": str(Path.cwd()),
         "num_tasks": jobs[0].num_tasks,
-        "num_workers": given.worker_jobs * given.worker_tasks,
+        "num_workers": given.worker_jobs * given.worker_tasks_per_node,
         "patience_s": given.patience,
         "notice_s": given.notice,
         "max_time_limits": given.max_time_limits,
         "submitted": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
-    submitter = Submitter(folder, settings)
-    if given.dry_run:
-        return _show(submitter, jobs)
-    check_folder(folder, trusted=given.trust_folder)
-    _check_jobs(given, submitter, jobs)
-    folder.create(settings)
-    return _submit(given, submitter, jobs)
+    if not given.dry_run:
+        check_folder(folder, trusted=given.trust_folder)
+    return _submit(given, Submitter(folder, settings), jobs, is_new=True)
 
 
 def _add_workers(given: argparse.Namespace) -> int:
@@ -193,19 +171,8 @@ def _add_workers(given: argparse.Namespace) -> int:
             f"the run in {folder.path} was submitted as one task that starts its own workers: "
             "no other worker can join it. Submit its script again, with --worker-jobs"
         )
-    submitter = Submitter(folder, settings)
     jobs = [_worker_job(given, folder, settings["name"])]
-    if given.dry_run:
-        return _show(submitter, jobs)
-    _check_jobs(given, submitter, jobs)
-    return _submit(given, submitter, jobs)
-
-
-def _show(submitter: Submitter, jobs: list[Job]) -> int:
-    for job in jobs:
-        who, comma, times = job.about.partition(",")
-        print(f"# {who}: {job.num_tasks} task(s){comma}{times}\n{submitter.sbatch_file(job)}")
-    return 0
+    return _submit(given, Submitter(folder, settings), jobs, is_new=False)
 
 
 def check_folder(folder: RunFolder, *, trusted: bool) -> None:
@@ -219,7 +186,7 @@ def check_folder(folder: RunFolder, *, trusted: bool) -> None:
         raise ArgumentError(f"{problem}: name another --run-folder")
     if problem := others_may_change(folder.path):
         raise ArgumentError(f"--run-folder {problem}")
-    problem, certain = disks.objection(folder.path)
+    problem, certain = objection(folder.path)
     if not problem or trusted:
         return
     if certain:
@@ -230,31 +197,49 @@ def check_folder(folder: RunFolder, *, trusted: bool) -> None:
     print(f"distcollect: {problem}; add --trust-folder if they do", file=sys.stderr)
 
 
-def _check_jobs(given: argparse.Namespace, submitter: Submitter, jobs: list[Job]) -> None:
-    check_slurm()
+def objection(folder: Path) -> tuple[str, bool]:
+    """Say why other hosts may not see a folder, which need not exist yet.
+
+    Returns:
+        The reason, or "" if there is none; and whether it is certain.
+    """
+    for private in _PRIVATE_FOLDERS:
+        if folder.is_relative_to(private):
+            return f"{folder} is in {private}, of which each host has its own", True
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    command = ["stat", "--file-system", "--format=%T", str(there)]
+    kind = run_command(command, COMMAND_TIMEOUT_S).stdout.strip()
+    if kind in _IN_MEMORY:
+        return f"{folder} is in this host's memory ({kind})", True
+    if kind in _LOCAL:
+        return f"{folder} is on a disk of this host ({kind}), which others may not see", False
+    return "", False
+
+
+def _submit(
+    given: argparse.Namespace, submitter: Submitter, jobs: list[Job], *, is_new: bool
+) -> int:
+    """Submit the jobs of a run that is new, or has others, or show them."""
+    if given.dry_run:
+        for job in jobs:
+            who, times = job.about
+            print(f"# {who}: {job.num_tasks} task(s){times}\n{submitter.sbatch_file(job)}")
+        return 0
     known = partitions()
-    wanted = {given.partition, given.worker_partition} - {None}
-    if unknown := sorted({part for name in wanted for part in name.split(",")} - known.keys()):
-        raise ArgumentError(
-            f"this cluster has no partition {', '.join(unknown)}; it has {', '.join(known)}"
-        )
-    if given.no_check:
-        return
-    for job in jobs:
+    for job in () if given.no_check else jobs:
         if problem := submitter.test(job):
             have = "\n".join(f"  {name}: {about}" for name, about in known.items())
             raise LaunchError(
-                f"SLURM would not run the {'trainer' if job.trains else 'workers'}: {problem}\n"
+                f"SLURM would not run the {job.about[0]}: {problem}\n"
                 f"requested: {job}\nthe cluster has\n{have}\n"
                 "(--no-check submits anyway)"
             )
-
-
-def _submit(given: argparse.Namespace, submitter: Submitter, jobs: list[Job]) -> int:
+    if is_new:
+        submitter.folder.create(dict(submitter.settings))
     path = submitter.folder.path
     for job in jobs:
-        who, comma, times = job.about.partition(",")
-        print(f"{who}: job {submitter.submit(job)}{comma}{times}", flush=True)
+        who, times = job.about
+        print(f"{who}: job {submitter.submit(job)}{times}", flush=True)
     print(
         f"run folder: {path}\n  distcollect status {path}\n  distcollect cancel {path}", flush=True
     )
@@ -262,40 +247,38 @@ def _submit(given: argparse.Namespace, submitter: Submitter, jobs: list[Job]) ->
 
 
 def _worker_job(given: argparse.Namespace, folder: RunFolder, name: str) -> Job:
-    def own(option: str, default: Any) -> Any:
-        value = getattr(given, f"worker_{option}")
-        return default if value is None else value
-
-    cpus = own("cpus", given.cpus_per_task)
-    partition = own("partition", given.partition)
-    return Job(
-        name=f"{name}-workers",
-        trains=False,
-        command=worker_command(folder, cpus),
-        count=given.worker_jobs,
-        tasks_per_node=given.worker_tasks,
-        cpus_per_task=cpus,
-        gpus_per_node=given.worker_gpus,
-        mem_gb=own("mem_gb", given.mem_gb),
-        time_min=own("time", given.time),
-        further=_further(given, partition, own("slurm", given.slurm)),
-        setup=given.setup,
-    )
+    """Return the jobs of workers: what is not given for them is as in the trainer's job."""
+    own = {name: getattr(given, f"worker_{name}", None) for name in vars(given)}
+    own = {"nodes": 1} | {name: value for name, value in own.items() if value is not None}
+    wanted = argparse.Namespace(**vars(given) | own)
+    command = [sys.executable, "-m", "distcollect", "worker", "--run", str(folder.path)]
+    command += ["--threads", str(wanted.cpus_per_task)]
+    return _job(wanted, f"{name}-workers", command, trains=False)
 
 
-def _further(
-    given: argparse.Namespace, partition: str | None, options: list[str]
-) -> dict[str, str]:
-    further = {"partition": partition, "account": given.account, "qos": given.qos}
-    found = {name: value for name, value in further.items() if value is not None}
-    for option in options:
-        name, _, value = option.partition("=")
-        if not name.strip("-"):
+def _job(wanted: argparse.Namespace, name: str, command: list[str], *, trains: bool) -> Job:
+    options = {option: getattr(wanted, option) for option in ("partition", "account", "qos")}
+    options = {option: value for option, value in options.items() if value is not None}
+    for given in wanted.slurm:
+        option, _, options_value = given.partition("=")
+        if not option.strip("-"):
             raise ArgumentError(
-                f"--slurm {option!r}: must be NAME or NAME=VALUE, an option of sbatch"
+                f"--slurm {given!r}: must be NAME or NAME=VALUE, an option of sbatch"
             )
-        found[name.lstrip("-")] = value
-    return found
+        options[option.lstrip("-")] = options_value
+    requests = {
+        "nodes": wanted.nodes,
+        "ntasks_per_node": wanted.tasks_per_node,
+        "cpus_per_task": wanted.cpus_per_task,
+        "gpus_per_node": wanted.gpus_per_node or None,
+        "mem": wanted.mem_gb and f"{round(wanted.mem_gb * 1024)}MB",
+        "time": wanted.time,
+        "setup": wanted.setup or None,
+    }
+    count = 1 if trains else wanted.worker_jobs
+    return Job(
+        name=name, trains=trains, command=command, requests=requests, options=options, count=count
+    )
 
 
 def minutes(text: str) -> int:

@@ -111,8 +111,7 @@ class TensorDictEngine(EngineBase):
         if self._reset_due or self.options.reset_at_each_iter:
             self._reset()
         slab.clear()
-        with self.envs.stepping():
-            num_steps = self._fill(slab, random=random)
+        num_steps = self._fill(slab, random=random)
         self._write(slab, num_steps, random=random, rest=True)
         slab.finish(num_steps)
 

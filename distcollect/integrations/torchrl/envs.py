@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 import torch
@@ -25,7 +24,7 @@ from torchrl.envs import (
 from distcollect.envs.base import Envs, EnvState, InfoKeys, called
 from distcollect.envs.kinds import EnvKind
 from distcollect.errors import ArgumentError, EnvError, SpaceError
-from distcollect.integrations.torchrl.parallel import letting_processes_run
+from distcollect.integrations.torchrl.parallel import let_processes_run
 
 TorchRLEnv: TypeAlias = Any  # torchrl.envs.EnvBase, which has no types
 
@@ -64,6 +63,7 @@ class TorchRLEnvs(Envs):
         """
         for env in envs:
             _check(env)
+            let_processes_run(env)
         single = envs[0].batch_size
         self.batch_size = torch.Size([len(envs)]) if len(envs) > 1 else single
         super().__init__(self.batch_size.numel(), envs, makers)
@@ -106,10 +106,6 @@ class TorchRLEnvs(Envs):
                     "max_frames_per_traj out, or take the StepCounter out of the env's transforms"
                 )
         self.adapt(lambda env: TransformedEnv(env, StepCounter(max_steps=max_frames)))
-
-    def stepping(self) -> AbstractContextManager[None]:
-        """A context for making steps."""
-        return letting_processes_run(self.members)
 
     def reset(self) -> TensorDictBase:
         """Start a new episode in every row.
@@ -182,6 +178,7 @@ class TorchRLEnvs(Envs):
                 continue
             expected = self.members[index].batch_size
             env = self._make_again(index)
+            let_processes_run(env)
             for change in self._adapters:
                 env = self.members[index] = change(env)
             if env.batch_size != expected:

@@ -126,6 +126,15 @@ def connect_anew():
     collector.shutdown()
     connected = ray.is_initialized()
     say("anew", kept=connected and ray.get_runtime_context().get_worker_id() == of_the_user)
+    ray.shutdown()
+    collector = dc.RayDataCollector(**SMALL, num_workers=1)
+    try:
+        while collector.next() is not None:
+            ray.shutdown()
+    except dc.WorkerLost as error:
+        say("shut down", message=str(error))
+    collector.shutdown()
+    ray.init(log_to_driver=False)
     before = len(logged)
     dc.RayDataCollector(**SMALL, num_workers=1, ray_init_config={"num_cpus": 3}).shutdown()
     say("ignored", logged=logged[before:])
@@ -144,7 +153,7 @@ def wait_for_resources():
         [second] = [actor for name, actor in actors().items() if name.endswith("-1")]
         ray.kill(ray.get_actor(second["Name"]), no_restart=True)
         until(lambda: collector.next() is not None and collector.num_workers == 1)
-        until(lambda: any("is not replaced" in line for line in logged))
+        until(lambda: any("worker 1 is not replaced" in line for line in logged))
         say("given up", workers=workers_of(collector.next()), logged=logged)
 
 
