@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -14,8 +13,8 @@ import pytest
 from helpers.bad_launches import free_port
 from helpers.launching import start
 
-from distcollect.commands.main import main
 from distcollect.integrations.slurm.jobs import Job, Submitter
+from distcollect.integrations.slurm.submit import objection
 from distcollect.launch.run_folder import LISTENING, RUN_VARIABLE, TOKEN_VARIABLE, RunFolder
 from distcollect.launch.worker_hosts import WorkerHosts
 
@@ -127,31 +126,6 @@ def test_modules_beside_the_script(tmp_path: Path, *, knows_folder: bool) -> Non
     worker.communicate(timeout=60)
 
 
-def test_status_of_several_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    commands = tmp_path / "bin"
-    commands.mkdir()
-    for name in ("sbatch", "srun", "sinfo", "sacct"):
-        (commands / name).write_text("#!/bin/sh\n")
-    (commands / "scontrol").write_text(
-        "#!/bin/sh\n"
-        'state=COMPLETED; if [ "$4" = 2 ]; then state=FAILED; fi\n'
-        'echo "JobId=$4 JobState=$state Reason=None Restarts=0 ExitCode=0:0 RunTime=00:01:00"\n'
-    )
-    for file in commands.iterdir():
-        file.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
-    settings = {"command": [], "num_tasks": 1, "num_workers": 0, "patience_s": 1.0}
-    for job_id in ("1", "2"):
-        folder = RunFolder(tmp_path / f"train-{job_id}")
-        folder.create(settings)
-        about = {"id": job_id, "trains": True, "count": 1, "num_tasks": 1, "submitted": 0.0}
-        folder.write(f"jobs/{job_id}.json", about)
-    runs = [str(tmp_path / f"train-{job_id}") for job_id in ("1", "2")]
-    assert main(["status", runs[0]]) == 0
-    capsys.readouterr()
-    assert main(["status", *runs]) == 1
-    shown = capsys.readouterr().out
-    assert f"run {runs[0]}\n  trainer  1            COMPLETED     00:01:00" in shown
-    assert f"\n\nrun {runs[1]}\n  trainer  2            FAILED " in shown
+def test_a_folder_on_a_disk_of_this_host() -> None:
+    assert objection(Path("/dev/run")) == ("/dev/run is in this host's memory (tmpfs)", True)
+    assert objection(Path("/proc/run")) == ("", False)

@@ -14,7 +14,7 @@ from helpers.paths import SCRIPTS
 import distcollect as dc
 from distcollect.commands.main import main
 from distcollect.integrations.slurm import status
-from distcollect.integrations.slurm.submit import check_folder, minutes, objection
+from distcollect.integrations.slurm.submit import check_folder, minutes
 from distcollect.launch.run_folder import ENDED, LISTENING, REQUEUED, NotYet, RunFolder, RunOver
 
 SCRIPT = SCRIPTS / "train_submitted.py"
@@ -127,11 +127,6 @@ def test_a_folder_with_a_run(run: RunFolder, capsys: pytest.CaptureFixture[str])
     command = ["submit", "--trust-folder", "--run-folder", str(run.path), str(SCRIPT)]
     assert main(command) == 2
     assert "holds a run already" in capsys.readouterr().err
-
-
-def test_a_folder_on_a_disk_of_this_host() -> None:
-    assert objection(Path("/dev/run")) == ("/dev/run is in this host's memory (tmpfs)", True)
-    assert objection(Path("/proc/run")) == ("", False)
 
 
 @pytest.mark.parametrize(

@@ -39,16 +39,15 @@ _WITHOUT_EFFECT = {
     "num_threads": "call torch.set_num_threads() in the trainer",
     "tensorpipe_options": "Faults(...) has the deadlines; the rest is chosen here",
     "visible_devices": "set policy_device, and storing_device for where batches are wanted",
-    # Refused, unless they are None or False.
+}
+# Refused, unless they are None or False.
+_REFUSED = {
     "interruptor": "use preemptive_threshold or batch_deadline_s",
     "ray_init_config": "a RayDataCollector takes it, whose workers Ray starts",
     "remote_configs": "a RayDataCollector takes it, whose workers Ray starts",
     "weight_recv_schemes": "workers receive weights by themselves: leave weight_recv_schemes out",
     "worker_idx": "worker_ids are given out by the collector",
 }
-_REFUSED = (
-    "interruptor", "ray_init_config", "remote_configs", "weight_recv_schemes", "worker_idx",
-)  # fmt: skip
 
 # The collectors inside of a worker that TorchRL needs, and ours do without.
 _INNER_CLASSES = {
@@ -58,7 +57,7 @@ _INNER_CLASSES = {
 
 
 def _is_count(value: Any) -> bool:
-    return value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0)
+    return value is None or (type(value) is int and value > 0)
 
 
 def _is_inner_class(value: Any) -> bool:
@@ -130,9 +129,9 @@ def translated(
 
 def _check_without_effect(name: str, value: Any, own_names: Set[str]) -> None:
     """Warn or raise if an argument asks for something that the collector doesn't do."""
-    if name not in _WITHOUT_EFFECT:
+    advice = _REFUSED.get(name, _WITHOUT_EFFECT.get(name))
+    if advice is None:
         raise ArgumentTypeError(unknown_argument(name, own_names))
-    advice = _WITHOUT_EFFECT[name]
     if value is None or value is False or value == {} or not advice:
         return
     if name in _REFUSED:
