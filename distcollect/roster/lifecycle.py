@@ -137,7 +137,8 @@ class Lifecycle(HostEvents):
         )
         self._observer: MembershipObserver | None = None
         self._deaths: dict[int, str] = {}
-        self._given_up: set[int] = set()  # slots for which no supervisor will come
+        # Slots for which no supervisor will come, and why.
+        self._given_up: dict[int, str] = {}
         self._answered: deque[ProcessKey] = deque()  # processes that answered a ping
         self.processes: dict[ProcessKey, Process] = {}
         self.gpus: dict[int, str] = {}
@@ -416,18 +417,15 @@ class Lifecycle(HostEvents):
 
     @_posted
     def slot_given_up(self, worker_id: int, reason: str) -> None:
-        self._deaths[worker_id] = reason
-        self._given_up.add(worker_id)
+        self._given_up[worker_id] = reason
         if self._status.is_stopping:
             return
         if self._status.is_starting:
             self.fail(LaunchError(reason))
             return
-        least, num_slots = self._faults.min_workers, self._hosts.num_workers(None)
         log.warning("%s is not replaced: %s", worker_name(worker_id, self._collector), reason)
-        if max(self._membership.num_hopeful, num_slots - len(self._given_up)) < least:
-            message = f"{reason}; at least {least} wanted (Faults.min_workers)"
-            self.fail(WorkerLost(message, worker_id=worker_id))
+        if fatal := self._fatal(worker_id, WorkerLost(reason, worker_id=worker_id)):
+            self.fail(fatal)
 
     def _check_vacant(self, worker_id: int, reason: str) -> None:
         """A slot has no process; if none is going to be started, report that."""
@@ -519,12 +517,16 @@ class Lifecycle(HostEvents):
             present = any(state in PRESENT for state in self._membership.states.values())
             if not (self._faults.max_env_faults and present and hopeful >= least):
                 return failure
-        if hopeful >= least or self._hosts.is_elastic:
+        if self._hosts.is_placed:
+            hopeful = max(hopeful, self._hosts.num_workers(None) - len(self._given_up))
+        if hopeful >= least or (self._hosts.is_elastic and not self._hosts.is_placed):
             return None
-        others = [f"worker {w}: {d}" for w, d in sorted(self._deaths.items()) if w != worker_id]
+        deaths = sorted((self._deaths | self._given_up).items())
+        others = [f"worker {w}: {d}" for w, d in deaths if w != worker_id]
         before = f"; before that {'; '.join(others)}" if others else ""
+        why = self._given_up.get(worker_id) or message_of(failure)
         return WorkerLost(
-            f"{message_of(failure)}; {hopeful} worker(s) left, at least {least} wanted "
+            f"{why}; {hopeful} worker(s) left, at least {least} wanted "
             f"(Faults.min_workers){before}",
             worker_id=worker_id,
         )
