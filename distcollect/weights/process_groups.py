@@ -16,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,8 +40,6 @@ _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 _PAUSE_SHARE, _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 0.0001, 0.02
 # How long after a broadcast was given up its backend may still say why it failed.
 _LAST_WORD_S = 0.2
-# Aborting a group takes milliseconds; whoever leaves all groups waits this long for it at most.
-_ABORT_TIMEOUT_S = 2.0
 # The interpreter's exit waits for calls of a backend, which may hang, for this long at most.
 _before_exit = BeforeExit(2.0)
 
@@ -331,7 +330,6 @@ class Groups:
         self._groups: OrderedDict[str, tuple[Any, GroupMember]] = OrderedDict()
         self._lock = threading.Lock()
         self._under_way: dict[str, _Broadcast] = {}
-        self._aborting: list[threading.Thread] = []
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -391,18 +389,11 @@ class Groups:
             broadcast.give_up()
         if member is not None and backend_named(member.backend).needs_abort:
             # An abort may block, as a member that is being connected can't be aborted.
-            thread = run_aside(_abort, group, broadcast)
-            with self._lock:
-                self._aborting = [t for t in (*self._aborting, thread) if t and t.is_alive()]
+            run_aside(_before_exit.do, partial(_abort, group, broadcast))
 
     def close(self) -> None:
         """Leave all groups."""
         self.keep_only(())
-        deadline = time.monotonic() + _ABORT_TIMEOUT_S
-        with self._lock:
-            aborting, self._aborting = self._aborting, []
-        for thread in aborting:
-            thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _abort(group: Any, broadcast: _Broadcast | None) -> None:

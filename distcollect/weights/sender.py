@@ -350,7 +350,8 @@ class WeightSender:
         late = missing(preparing, limit_s)
         for worker_id, answer in preparing.items():
             if worker_id in late:
-                self._is_late(worker_id, push, answer, "was not ready to receive", limit_s)
+                late_error = _late("was not ready to receive", worker_id, push, limit_s)
+                self._failed(worker_id, push, late_error, was_sent=False, owed=answer)
             elif (error := answer.exception()) is not None:
                 self._failed(worker_id, push, error)
         return not late and all(answer.exception() is None for answer in preparing.values())
@@ -404,7 +405,8 @@ class WeightSender:
                 # The connection with a receiver that failed may be in any state.
                 self._updater.forget(push.peers[worker_id])
             if worker_id in late:
-                self._is_late(worker_id, push, answer, "did not acknowledge", waited_s, alone=True)
+                late_error = _late("did not acknowledge", worker_id, push, waited_s)
+                self._failed(worker_id, push, late_error, owed=answer)
             elif error is None:
                 self._succeeded(worker_id, push)
             elif isinstance(error, WorkerLost) or not has_culprit:
@@ -422,40 +424,32 @@ class WeightSender:
         for handle in handles:
             handle.settle(worker_id, publication.version)
 
-    def _failed(self, worker_id: int, push: PlannedPush, error: BaseException) -> None:
-        """Try again, or leave the worker out."""
-        version = push.publication.version
-        with self._lock:
-            left_out = self._slots.fail(push.receivers[worker_id], push.publication, error)
-        if left_out is None:
-            return
-        if isinstance(error, WorkerLost):
-            log.info("worker %d can't be reached: %r", worker_id, error.__cause__)
-        else:
-            log.warning("worker %d is left out of version %d: %s", worker_id, version, error)
-        self.on_left_out(worker_id, left_out)
-
-    def _is_late(
+    def _failed(
         self,
         worker_id: int,
         push: PlannedPush,
-        answer: Future[Any],
-        what: str,
-        after_s: float,
+        error: BaseException,
         *,
-        alone: bool = False,
+        was_sent: bool = True,
+        owed: Future[Any] | None = None,
     ) -> None:
-        """Go on without a worker until it has given the answer that it owes."""
+        """Try again, or leave the worker out; ``owed``: until it has given this answer."""
         slot = push.receivers[worker_id]
-        error = WeightsTimeout(
-            f"worker {worker_id} {what} version {push.publication.version} within {after_s:.3g} s; "
-            "it gets the newest one as soon as it answers"
-        )
+        if isinstance(error, WorkerLost):
+            log.info("worker %d can't be reached: %r", worker_id, error.__cause__)
+            error = WorkerLost("can't be reached", worker_id=worker_id)
         with self._lock:
-            counts = self._slots.late(slot, error, alone=alone)
-        if not counts:
+            left_out = self._slots.fail(
+                slot, push.publication, error, was_sent=was_sent, owes_answer=owed is not None
+            )
+        if left_out is None:
             return
-        log.warning("%s", error)
+        if not isinstance(error, WorkerLost):
+            version = push.publication.version
+            log.warning("worker %d is left out of version %d: %s", worker_id, version, error)
+        if owed is None:
+            self.on_left_out(worker_id, left_out)
+            return
 
         def answered(_: Future[Any]) -> None:
             with self._lock:
@@ -464,4 +458,11 @@ class WeightSender:
                     return
             self._thread.put(self._send_all)
 
-        answer.add_done_callback(answered)
+        owed.add_done_callback(answered)
+
+
+def _late(what: str, worker_id: int, push: PlannedPush, after_s: float) -> WeightsTimeout:
+    return WeightsTimeout(
+        f"worker {worker_id} {what} version {push.publication.version} within {after_s:.3g} s; "
+        "it gets the newest one as soon as it answers"
+    )

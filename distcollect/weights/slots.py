@@ -271,42 +271,41 @@ class WeightSlots:
         return done
 
     def fail(
-        self, slot: WeightSlot, publication: Publication, error: BaseException
+        self,
+        slot: WeightSlot,
+        publication: Publication,
+        error: BaseException,
+        *,
+        was_sent: bool,
+        owes_answer: bool,
     ) -> DistCollectError | None:
-        """A push to a receiver failed; it is tried again up to three times.
+        """A receiver has not got a version; a push that failed is tried again, up to three times.
+
+        Args:
+            slot: the receiver's.
+            publication: the version.
+            error: why.
+            was_sent: it failed after all were ready, so the next push goes to no other worker.
+            owes_answer: it is sent nothing until :meth:`answered`.
 
         Returns:
-            The error, if the worker is left out of the version.
+            The error, if the worker is left out of the version, perhaps only for now.
         """
         if slot.state is not SendState.SENDING:
             return None
-        if isinstance(error, WorkerLost):
-            # It will not answer: nothing more is sent to it.
-            slot.state = SendState.AWAY
-            slot.absence = WorkerLost("can't be reached", worker_id=slot.worker_id)
-            return slot.absence
-        slot.failures += 1
-        if slot.failures < _MAX_ATTEMPTS or slot.newest is not publication:
-            self._wait(slot)
-            return None
+        slot.failures += was_sent
         if not isinstance(error, DistCollectError):
             error = WorkerError(f"received no weights: {error!r}", worker_id=slot.worker_id)
-        slot.state = SendState.IDLE
-        slot.settle(error)
+        if owes_answer or isinstance(error, WorkerLost):  # which will not answer
+            slot.state, slot.absence = SendState.AWAY, error
+            slot.settle(error, for_now=True)
+        elif slot.failures < _MAX_ATTEMPTS or slot.newest is not publication:
+            self._wait(slot)
+            return None
+        else:
+            slot.state = SendState.IDLE
+            slot.settle(error)
         return error
-
-    def late(self, slot: WeightSlot, error: DistCollectError, *, alone: bool) -> bool:
-        """A receiver owes an answer, and is sent nothing until :meth:`answered`.
-
-        ``alone``: its next push goes to no other worker. Returns False if this no longer counts.
-        """
-        if slot.state is not SendState.SENDING:
-            return False
-        slot.state = SendState.AWAY
-        slot.failures += alone
-        slot.absence = error
-        slot.settle(error, for_now=True)
-        return True
 
     def answered(self, slot: WeightSlot) -> None:
         """A late receiver has given the answer that it owed: it waits for its newest version."""

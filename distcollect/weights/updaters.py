@@ -7,7 +7,6 @@ receiver and writes the bytes into memory that the receiver has ready.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -181,23 +180,20 @@ class SharedPayload:
     """Memory for payloads that other processes on this host map; larger if one needs more."""
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
-        self._segment: Segment | None = None
-        self._lock = threading.Lock()  # close() may be called while it is used
+        self._whole: tuple[torch.Tensor, Segment] | None = None
 
     def reserve(self, num_bytes: int) -> tuple[torch.Tensor, SharedMemorySource]:
         """Memory for a payload, uint8 ``[num_bytes]``, and where the others find it."""
-        with self._lock:
-            if self._segment is None or len(self._memory) < num_bytes:
-                self._memory, self._segment = allocate(num_bytes)
-            place = SharedTensor(self._segment, 0, (num_bytes,), torch.uint8)
-            return self._memory[:num_bytes], SharedMemorySource(place)
+        whole = self._whole  # close() may be called meanwhile
+        if whole is None or len(whole[0]) < num_bytes:
+            whole = self._whole = allocate(num_bytes)
+        memory, segment = whole
+        place = SharedTensor(segment, 0, (num_bytes,), torch.uint8)
+        return memory[:num_bytes], SharedMemorySource(place)
 
     def close(self) -> None:
         """Give the memory back; who has mapped it keeps it."""
-        with self._lock:
-            self._segment = None
-            self._memory = torch.empty(0, dtype=torch.uint8)
+        self._whole = None
 
 
 class SharedMemoryUpdater(WeightUpdaterBase):
