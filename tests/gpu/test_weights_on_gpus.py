@@ -246,7 +246,6 @@ class TestOneBackendForGpus:
                 push(collector, policy, value)
         assert f"not broadcast by {backend} any more" in caplog.text
 
-    @pytest.mark.long
     @pytest.mark.usefixtures("shared_gpu")
     @pytest.mark.parametrize("is_connected", [False, True])
     def test_a_member_that_dies_in_mid_push(

@@ -22,9 +22,9 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers can't imp
 class Telling(nn.Module):
     """Writes the value of each of its weights into each frame."""
 
-    def __init__(self, value: float = 0.0) -> None:
+    def __init__(self, value: float = 0.0, num_floats: int = 300) -> None:
         super().__init__()
-        self.wide = nn.Parameter(torch.zeros(300, dtype=torch.float64))
+        self.wide = nn.Parameter(torch.zeros(num_floats, dtype=torch.float64))
         self.body = nn.Linear(4, 4)
         self.critic = nn.Linear(4, 1)
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import os
 import signal
@@ -53,34 +52,21 @@ class TestReceiversInTrouble:
             assert first.acknowledged == {0: 1, 1: 2, 2: 1}
             assert not first.left_out
 
-    def test_one_that_dies_meanwhile(self) -> None:
-        """One worker says that it is ready, and then dies."""
-        policy, updater = Telling(), Disturbed()
-        faults = dc.Faults(max_restarts=0, min_workers=3)
-        with telling_workers(policy, 3, faults=faults, weight_updater=updater) as collector:
-            killed = pids(collector.next())[1]
-            collector.update_policy_weights_(policy)  # now all are connected
-            updater.disturb = lambda: os.kill(killed, signal.SIGKILL)
-            handle = collector.update_policy_weights_(policy.fill(1), wait=False)
-            assert handle is not None
-            handle.wait(20)
-            assert handle.acknowledged == {0: 2, 2: 2}
-            assert isinstance(handle.left_out[1], dc.WorkerLost)
-            assert handle.left_out[1].worker_id == 1
-            # Rollouts of the others may come first.
-            with pytest.raises(dc.WorkerLost, match=r"worker 1: .*SIGKILL"):
-                collections.deque(collector, maxlen=0)
-
     @pytest.mark.parametrize(
-        ("num_workers", "victim"), [*((4, victim) for victim in range(4)), (1, 0)]
+        ("num_workers", "victim", "connected"),
+        [*((4, victim, False) for victim in range(4)), (1, 0, False), (3, 1, True)],
     )
-    def test_one_that_dies_before_it_is_connected(self, num_workers: int, victim: int) -> None:
-        """It dies before the group's first use; workers that it should send to don't wait."""
+    def test_one_that_dies_once_it_is_ready(
+        self, num_workers: int, victim: int, connected: bool
+    ) -> None:
+        """Also before the group's first use; workers that it should send to don't wait."""
         policy, updater = Telling(), Disturbed()
         with telling_workers(
             policy, num_workers, faults=dc.Faults(max_restarts=0), weight_updater=updater
         ) as collector:
             killed = pids(collector.next())[victim]
+            if connected:
+                collector.update_policy_weights_(policy)
             updater.disturb = lambda: os.kill(killed, signal.SIGKILL)
             begin = time.monotonic()
             handle = collector.update_policy_weights_(policy.fill(1), wait=False)
@@ -88,8 +74,10 @@ class TestReceiversInTrouble:
             with contextlib.suppress(dc.WorkerLost):
                 handle.wait(20)
             assert time.monotonic() - begin < 5, "no timeout has to pass"
-            assert handle.acknowledged == {w: 1 for w in range(num_workers) if w != victim}
+            others = {w for w in range(num_workers) if w != victim}
+            assert handle.acknowledged == dict.fromkeys(others, 1 + connected)
             assert isinstance(handle.left_out[victim], dc.WorkerLost)
+            assert handle.left_out[victim].worker_id == victim
 
     def test_when_all_are_late_the_trainer_waits(self) -> None:
         policy = Telling()
