@@ -168,66 +168,51 @@ def selected_ids(folder: Path, patterns: Sequence[str]) -> list[str]:
     return [i for i in ids if not patterns or any(pattern in i for pattern in patterns)]
 
 
-class Run:
-    """Tests in one process after the other: one that hangs or ends its process costs only itself.
+def run_tests(folder: Path, ids: list[str]) -> dict[str, dict[str, Any]]:
+    """Run tests in one process after the other: one that hangs or ends it costs only itself.
 
-    Attributes:
-        outcomes: outcome, seconds and reason of each test, by id.
+    Returns:
+        Outcome, seconds and reason of each test, by id.
     """
+    outcomes: dict[str, dict[str, Any]] = {}
+    while remaining := [i for i in ids if i not in outcomes]:
+        started = remaining[0]
+        for line in _run_pytest(folder, remaining):
+            outcome = json.loads(line)
+            if outcome["outcome"] == "started":
+                started = outcome["id"]
+            elif outcome["id"] not in outcomes or outcome["outcome"] == "failed":
+                outcomes[outcome["id"]] = outcome
+        # What began, and did not end, ended the process.
+        lost = {"outcome": "failed", "seconds": LIMIT_S, "reason": "it hung, or ended the process"}
+        outcomes.setdefault(started, {"id": started, **lost})
+    return outcomes
 
-    def __init__(self, folder: Path, ids: list[str]) -> None:
-        self.outcomes: dict[str, dict[str, Any]] = {}
-        self._folder = folder
-        self._file = folder / "outcomes.jsonl"
-        self._ids = ids
 
-    def execute(self) -> None:
-        """Run all tests."""
-        remaining = self._ids
-        while remaining:
-            self._file.write_text("")
-            self._run_pytest(remaining)
-            started = None
-            for line in self._file.read_text().splitlines():
-                outcome = json.loads(line)
-                if outcome["outcome"] == "started":
-                    started = outcome["id"]
-                    continue
-                before = self.outcomes.get(outcome["id"])
-                if before is None or outcome["outcome"] == "failed":
-                    self.outcomes[outcome["id"]] = outcome
-            # What began, and did not end, ended the process.
-            lost = started or remaining[0]
-            if lost not in self.outcomes:
-                self.outcomes[lost] = {
-                    "id": lost,
-                    "outcome": "failed",
-                    "seconds": float(LIMIT_S),
-                    "reason": "it hung, or ended the process",
-                }
-            remaining = [i for i in remaining if i not in self.outcomes]
-
-    def _run_pytest(self, ids: list[str]) -> None:
-        listed = self._file.with_suffix(".txt")
-        listed.write_text("\n".join(ids))
-        command = [
-            sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider",
-            "-p", "outcomes", "--timeout", str(LIMIT_S), "--timeout-method", "signal",
-            f"@{listed}",
-        ]  # fmt: skip
-        with self._file.with_suffix(".log").open("a") as log:
-            process = subprocess.Popen(
-                command,
-                cwd=self._folder,
-                env=plain_environment(OUTCOMES=str(self._file)),
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            while process.poll() is None:
-                time.sleep(1)
-                if time.time() - self._file.stat().st_mtime > LIMIT_S + 30:
-                    os.killpg(process.pid, 9)
+def _run_pytest(folder: Path, ids: list[str]) -> list[str]:
+    """Run tests in one process; return the lines of ``outcomes.py``."""
+    file, listed = folder / "outcomes.jsonl", folder / "ids.txt"
+    file.write_text("")
+    listed.write_text("\n".join(ids))
+    command = [
+        sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider",
+        "-p", "outcomes", "--timeout", str(LIMIT_S), "--timeout-method", "signal",
+        f"@{listed}",
+    ]  # fmt: skip
+    with (folder / "pytest.log").open("a") as log:
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env=plain_environment(OUTCOMES=str(file)),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        while process.poll() is None:
+            time.sleep(1)
+            if time.time() - file.stat().st_mtime > LIMIT_S + 30:
+                os.killpg(process.pid, 9)
+    return file.read_text().splitlines()
 
 
 def read_list(path: Path) -> Iterator[tuple[str, str]]:
@@ -312,9 +297,8 @@ def judge(checkout: Path, patterns: Sequence[str] = (), *, theirs: bool = False)
             if not theirs and is_unknown:
                 reasons[i] = NOT_THEIRS
         chosen = [i for i in ids if theirs or reasons[i] is None]
-        run = Run(folder, chosen)
-        run.execute()
-    return Judged(reasons, run.outcomes, num_left_out)
+        outcomes = run_tests(folder, chosen)
+    return Judged(reasons, outcomes, num_left_out)
 
 
 def write_reference(outcomes: dict[str, dict[str, Any]], *, merge: bool) -> None:

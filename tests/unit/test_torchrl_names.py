@@ -52,26 +52,15 @@ class TestCollector:
         ("settings", "kind", "expected"),
         [
             ({"num_collectors": 2}, "MultiaSyncDataCollector", {"num_workers": 2}),
-            ({"backend": "process"}, "MultiaSyncDataCollector", {"num_workers": 1}),
-            ({"backend": "process", "sync": True}, "MultiSyncDataCollector", {"num_workers": 1}),
+            ({"backend": "process"}, "MultiaSyncDataCollector", {}),
+            ({"backend": "process", "sync": True}, "MultiSyncDataCollector", {}),
+            ({"backend": "rpc", "sync": True}, "RPCDataCollector", {"sync": True}),
             (
-                {"backend": "rpc", "sync": True},
+                {"backend": "distributed", "backend_options": {"launcher": "mp"}},
                 "RPCDataCollector",
-                {"num_workers": 1, "sync": True},
+                {"sync": False, "launcher": "mp"},
             ),
-            (
-                {
-                    "backend": "distributed",
-                    "backend_options": {"launcher": "mp", "backend": "gloo"},
-                },
-                "RPCDataCollector",
-                {"num_workers": 1, "sync": False, "launcher": "mp", "backend": "gloo"},
-            ),
-            (
-                {"backend": "submitit", "num_collectors": 3},
-                "RPCDataCollector",
-                {"num_workers": 3, "sync": False, "launcher": "submitit"},
-            ),
+            ({"backend": "submitit"}, "RPCDataCollector", {"sync": False, "launcher": "submitit"}),
             (
                 {"backend": "ray", "num_collectors": 2, "backend_options": {"remote_configs": {}}},
                 "RayDataCollector",
@@ -94,7 +83,8 @@ class TestCollector:
         module = "integrations.ray.collector" if "Ray" in kind else "collectors.generic"
         monkeypatch.setattr(f"distcollect.{module}.{kind}", collector)
         dc.Collector(SamplingEnv, frames_per_batch=8, **settings)
-        assert made == {"args": (SamplingEnv,), "frames_per_batch": 8, **expected}
+        expected = {"num_workers": 1, "frames_per_batch": 8, **expected}
+        assert made == {"args": (SamplingEnv,), **expected}
 
     @pytest.mark.parametrize(
         ("settings", "error", "message"),

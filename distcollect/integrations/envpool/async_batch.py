@@ -70,7 +70,6 @@ class AsyncPoolBatch(EnvPoolBatch):
             ArgumentError: the env has several players, or this EnvPool lacks a private part that is
                 needed.
         """
-        self._pool: Any = env  # the env that the following is about
         self._doing = np.full(env.num_envs, _Doing.NOTHING)
         self._next: Any = None  # results that EnvPool returned, and nobody took
         super().__init__(env, info_keys, maker)
@@ -85,17 +84,17 @@ class AsyncPoolBatch(EnvPoolBatch):
         self._doing[infos["env_id"]] = _Doing.NOTHING
         yield first_of_each(infos)
 
+    def rebuild(self, rows: Sequence[int], seeds: Sequence[int] | None = None) -> None:
+        self._doing.fill(_Doing.NOTHING)
+        self._next = None
+        super().rebuild(rows, seeds)
+
     def _reset_member(self, index: int, seeds: Sequence[int] | None) -> None:
-        pool: Any = self._env
-        if pool is not self._pool:
-            self._pool = pool
-            if (size := pool.config["batch_size"]) != self.num_ready:
-                raise EnvError(
-                    f"{self.name()}: made a second time, it has another batch_size than before, "
-                    f"{size} instead of {self.num_ready}"
-                )
-            self._doing.fill(_Doing.NOTHING)
-            self._next = None
+        if (size := self._pool.config["batch_size"]) != self.num_ready:
+            raise EnvError(
+                f"{self.name()}: made a second time, it has another batch_size than before, "
+                f"{size} instead of {self.num_ready}"
+            )
         if seeds is not None:
             self._warn_of_seeds()
         if self._next is not None:
@@ -104,7 +103,7 @@ class AsyncPoolBatch(EnvPoolBatch):
         with self._naming_env("reset"):
             self.reset_rows(np.flatnonzero(self._doing == _Doing.NOTHING))
             # The first results, for the policy's first call; they stay the next ones.
-            self._next = pool._recv()
+            self._next = self._pool._recv()
             self._write_obs(self._next)
 
     def send(self, rows: np.ndarray, action: Arrays) -> None:

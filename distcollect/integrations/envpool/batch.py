@@ -67,6 +67,10 @@ class EnvPoolBatch(VectorBatch):
         super().__init__(env, info_keys, maker)
         self._find_places(env)
 
+    @property
+    def _pool(self) -> Any:
+        return self.members[0]
+
     def _find_places(self, pool: Any) -> None:
         """Find out where in EnvPool's native arguments and results everything stands."""
         keys, inputs = list(pool._state_keys), list(pool.spec.action_array_spec)
@@ -144,15 +148,14 @@ class EnvPoolBatch(VectorBatch):
         The actions are copies, as the engine reuses the memory.
         """
         if self._native_dtype is None:
-            pool: Any = self._env
-            return pool._from(self._action_for_env(action), ids)
+            return self._pool._from(self._action_for_env(action), ids)
         inputs = [ids, ids, ids]
         inputs[self._action_at] = action[self._action_parts[0][0]].astype(self._native_dtype, "C")
         return inputs
 
     def _step_pool(self, action: Arrays, cut: np.ndarray | None) -> np.ndarray:
         """Step all rows, and reset those whose episode ended; returns these rows."""
-        pool: Any = self._env
+        pool = self._pool
         reward, terminated, truncated, _, _ = self._result
         pool._send(self._native_inputs(action, self._ids))
         state = pool._recv()
@@ -185,9 +188,8 @@ class EnvPoolBatch(VectorBatch):
         if ended is None:
             return
         self._being_reset = None
-        pool: Any = self._env
         try:
-            state = pool._recv()
+            state = self._pool._recv()
             for leaf, obs, _, place in self._carried_at:
                 some = state[place]
                 if some.dtype != obs.dtype or some.shape[1:] != leaf.shape:

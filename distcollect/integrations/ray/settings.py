@@ -15,10 +15,8 @@ STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 # Options of an actor that are set here, and why.
 _OWN_OPTIONS = {
     "name": "the actors are named after the workers",
-    "get_if_exists": "each worker gets an actor of its own",
     "lifetime": "the actors end with the trainer",
     "max_concurrency": "an actor does one thing",
-    "concurrency_groups": "an actor does one thing",
     "max_task_retries": "a worker is started again wherever Ray restarts its actor",
 }
 _PLACED = ("scheduling_strategy", "placement_group")
