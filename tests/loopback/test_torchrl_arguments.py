@@ -249,18 +249,6 @@ def test_frames_of_torchrls_envs_are_rounded_up() -> None:
         assert len(collector) == 2
 
 
-def test_the_next_seed_is_that_of_torchrl() -> None:
-    utils = pytest.importorskip("torchrl._utils", reason="the torchrl extra is not installed")
-    from helpers.torchrl_envs import Counter  # noqa: PLC0415
-
-    with loopback_collector(Counter, num_workers=3, sync=True, frames_per_batch=6) as collector:
-        expected = 5
-        for _ in range(3):
-            expected = utils.seed_generator(expected)
-        assert collector.set_seed(5) == expected
-        assert collector.set_seed(5, static_seed=True) == 5
-
-
 def test_a_state_has_the_weights_of_each_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     # The ids of later tests begin as if no state had been loaded.
     monkeypatch.setattr(peer_ids, "_identity", peer_ids.Identity("run"))

@@ -8,7 +8,6 @@ import math
 import secrets
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -164,9 +163,8 @@ class RayPlacer:
                 f"cluster has {len(nodes)}: Ray can't start them until nodes are added; 'SPREAD' "
                 "needs no more nodes"
             )
-        together: Counter[str] = Counter()
-        for each in resources:
-            together.update(each)
+        names = dict.fromkeys(name for each in resources for name in each)
+        together = {name: sum(each.get(name, 0.0) for each in resources) for name in names}
         if strategy == "STRICT_PACK" and not any(fits(together, node) for node in nodes):
             return (
                 f"{group} all workers on one node, and no node of the Ray cluster has the "

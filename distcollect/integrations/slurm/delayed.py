@@ -22,24 +22,14 @@ from distcollect.launch.run_folder import RunFolder
 
 T = TypeVar("T")
 
-# Submitit's names of what a job requests, without "slurm_", and the options of `distcollect submit`
-# for them: of the trainer's job, and of the jobs of workers.
-_OPTIONS = {
-    "timeout_min": ("--time", "--worker-time"),
-    "time": ("--time", "--worker-time"),
-    "partition": ("--partition", "--worker-partition"),
-    "cpus_per_task": ("--cpus-per-task", "--worker-cpus"),
-    "gpus_per_node": ("--gpus-per-node", "--worker-gpus"),
-    "mem_gb": ("--mem-gb", "--worker-mem-gb"),
-    "tasks_per_node": ("--tasks-per-node", "--worker-tasks"),
-    "ntasks_per_node": ("--tasks-per-node", "--worker-tasks"),
+# Submitit's names of what a job requests, without "slurm_", and those of `distcollect submit`.
+_NAMES = {
+    **{name: name for name in ("time", "partition", "mem_gb")},
+    **{name: name for name in ("cpus_per_task", "gpus_per_node", "tasks_per_node")},
+    "timeout_min": "time",
+    "ntasks_per_node": "tasks_per_node",
 }
-_TRAINER_OPTIONS = {name: option for name, (option, _) in _OPTIONS.items()} | {
-    "nodes": "--nodes",
-    "name": "--name",
-    "job_name": "--name",
-}
-_WORKER_OPTIONS = {name: option for name, (_, option) in _OPTIONS.items()}
+_NAMES_OF_TRAINER = {**_NAMES, "nodes": "nodes", "name": "name", "job_name": "name"}
 # Where TorchRL keeps the requests of jobs for which nothing is given: scripts change them there.
 _THEIR_DEFAULTS = "torchrl.collectors.distributed.default_configs"
 
@@ -100,8 +90,8 @@ def submitit_delayed_launcher(  # noqa: PLR0917 - the arguments of TorchRL
             of_workers = _conf(submitit_collection_conf, "DEFAULT_SLURM_CONF")
             words = [
                 *("--wait", "--worker-jobs", str(num_jobs)),
-                *_options_of(of_trainer, _TRAINER_OPTIONS, "--slurm"),
-                *_options_of(of_workers, _WORKER_OPTIONS, "--worker-slurm"),
+                *_options_of(of_trainer, _NAMES_OF_TRAINER, "--"),
+                *_options_of(of_workers, _NAMES, "--worker-"),
             ]
             _submit([*words, *submit_options, *_own_script()])
             return None
@@ -118,32 +108,33 @@ def _conf(given: Mapping[str, Any] | None, name: str) -> Mapping[str, Any]:
     return {} if theirs is None else getattr(theirs, name)
 
 
-def _options_of(conf: Mapping[str, Any], options: Mapping[str, str], further: str) -> list[str]:
+def _options_of(conf: Mapping[str, Any], names: Mapping[str, str], prefix: str) -> list[str]:
     """The options of ``distcollect submit`` for what a job requests.
 
     Args:
         conf: the requests, by submitit's names.
-        options: the option for each name that has one.
-        further: the option for all others of sbatch.
+        names: those that have an option of their own.
+        prefix: of all options.
     """
     words: list[str] = []
     for given, value in conf.items():
         name = given.removeprefix("slurm_")
         if value is None:
             continue
-        if name == "timeout_min":
-            # As in submitit, it yields to "slurm_time", and the last of two options counts.
-            words.insert(0, f"{options[name]}={value}")
-        elif name in options:
-            words.append(f"{options[name]}={value}")
+        if name in names:
+            # Those of workers are --worker-tasks, --worker-cpus and --worker-gpus.
+            own = names[name] if prefix == "--" else names[name].partition("_per_")[0]
+            # As in submitit, "timeout_min" yields to "slurm_time": the last of two options counts.
+            at = 0 if name == "timeout_min" else len(words)
+            words.insert(at, f"{prefix}{own.replace('_', '-')}={value}")
         elif name == "setup":
             words += [f"--setup={line}" for line in value]
         elif name == "additional_parameters":
-            words += [f"{further}={key}={each}" for key, each in value.items()]
+            words += [f"{prefix}slurm={key}={each}" for key, each in value.items()]
         elif name != given:
-            words.append(f"{further}={name.replace('_', '-')}={value}")
+            words.append(f"{prefix}slurm={name.replace('_', '-')}={value}")
         else:
-            known = [each if each == "timeout_min" else f"slurm_{each}" for each in options]
+            known = [each if each == "timeout_min" else f"slurm_{each}" for each in names]
             raise ArgumentError(
                 f"what a job requests: {unknown_argument(given, known)}; and slurm_NAME for every "
                 "other option of sbatch"
