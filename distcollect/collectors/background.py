@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from distcollect.collectors.replay import RateLimited
 from distcollect.common import signals
 from distcollect.common.signals import WAKEUP_INTERVAL_S
+from distcollect.common.waiting import wait_for
 from distcollect.errors import CollectorStateError, DeadlineError
 
 log = logging.getLogger(__name__)
@@ -97,9 +98,7 @@ class Background:
             self._num_pauses += 1
         try:
             is_own = threading.current_thread() is self._thread  # a hook, or the user's buffer
-            is_idle = signals.wait_for(
-                self._changed, lambda: is_own or not self._is_collecting, timeout_s
-            )
+            is_idle = wait_for(self._changed, lambda: is_own or not self._is_collecting, timeout_s)
             if not is_idle:
                 raise DeadlineError(
                     f"pause() waited {timeout_s:g} s for the batch that is being collected; give "

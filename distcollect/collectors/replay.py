@@ -10,8 +10,9 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from tensordict import TensorDict
 
-from distcollect.common import checks, signals
+from distcollect.common import checks
 from distcollect.common.signals import WAKEUP_INTERVAL_S
+from distcollect.common.waiting import wait_for
 from distcollect.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -204,7 +205,7 @@ class RateLimited:
                 ``min_size`` frames.
         """
         with self._changed:
-            if not signals.wait_for(self._changed, self._need_not_wait, self._timeout_s):
+            if not wait_for(self._changed, self._need_not_wait, self._timeout_s):
                 raise DeadlineError(
                     f"sample() waited {self._timeout_s:g} s for more frames: {self._inserted} came "
                     f"in, {self._sampled} samples were drawn "

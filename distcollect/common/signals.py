@@ -132,23 +132,6 @@ class Wakeup:
         return True
 
 
-def wait_for(changed: threading.Condition, is_done: Callable[[], bool], timeout_s: float) -> bool:
-    """Wait as ``changed.wait_for(is_done, timeout_s)`` does.
-
-    Raises:
-        KeyboardInterrupt, Interrupted: see :func:`check`.
-    """
-    deadline = time.monotonic() + timeout_s
-    with changed:
-        while not is_done():
-            check()
-            remaining = deadline - time.monotonic()
-            if remaining <= 0:
-                return False
-            changed.wait(min(remaining, WAKEUP_INTERVAL_S))
-    return True
-
-
 # Ctrl-C.
 
 

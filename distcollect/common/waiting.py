@@ -50,26 +50,30 @@ def wait_for(
     changed: threading.Condition,
     is_done: Callable[[], bool],
     timeout_s: float,
-    remind: Callable[[float], object],
+    remind: Callable[[float], object] = lambda _: None,
 ) -> bool:
-    """Wait on ``changed``, whose lock is held, until ``is_done``; False if it took too long.
+    """Wait as ``changed.wait_for(is_done, timeout_s)`` does.
 
     Args:
-        changed: notified after every change.
+        changed: notified after every change; its lock is reentrant.
         is_done: called with the lock held.
         timeout_s: seconds.
         remind: called with the seconds so far, each time that the wait is to be mentioned.
+
+    Raises:
+        KeyboardInterrupt, Interrupted: see :func:`.signals.check`.
     """
     reminder = Reminder(time.monotonic())
     deadline = reminder.began + timeout_s
-    while not is_done():
-        signals.check()
-        now = time.monotonic()
-        if now >= deadline:
-            return False
-        if reminder.is_due(now):
-            remind(now - reminder.began)
-        changed.wait(min(reminder.at - now, deadline - now, WAKEUP_INTERVAL_S))
+    with changed:
+        while not is_done():
+            signals.check()
+            now = time.monotonic()
+            if now >= deadline:
+                return False
+            if reminder.is_due(now):
+                remind(now - reminder.began)
+            changed.wait(min(reminder.at - now, deadline - now, WAKEUP_INTERVAL_S))
     return True
 
 

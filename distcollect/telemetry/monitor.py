@@ -23,9 +23,8 @@ from distcollect.telemetry.display import (
     is_terminal,
     log_line,
 )
-from distcollect.telemetry.prometheus import Prometheus
+from distcollect.telemetry.exporters import Prometheus, TensorBoard
 from distcollect.telemetry.stats_file import STATS_FILE, JsonLines
-from distcollect.telemetry.tensorboard import TensorBoard
 from distcollect.telemetry.trace import Trace
 
 log = logging.getLogger("distcollect")

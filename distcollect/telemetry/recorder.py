@@ -8,7 +8,6 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from operator import add
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -25,12 +24,12 @@ from distcollect.results import (
     WorkerStats,
     WorkerTimes,
 )
-from distcollect.rollout.header import NO_WORK, Header, WorkReport
+from distcollect.rollout.header import Header, WorkReport
 from distcollect.telemetry.trace import PushTimes, Trace
 
 Activity = Literal["train", "collect", "weights", "transfer", "assemble"]
 
-_NUM_TIMES = 6  # the first fields of a WorkReport
+_TIMES = WorkReport._fields[:6]
 _RECENT_EPISODES = 100
 _RECENT_FAULTS = 20
 # The recent rate is the rate since the oldest mark in this period.
@@ -45,36 +44,15 @@ class _Tally:
     Attributes:
         metrics: for each metric, its values in the last episodes.
         incarnation: number of its present process; None before the first.
-        work: how its processes spent their time.
         lags: maps a policy lag, in versions, to the number of delivered frames that have it.
-        num_bytes: size of its rollouts that were fetched.
-        transfer_ns: time in which its rollouts were being fetched.
-        num_restarts: how often its process was replaced.
-        num_episodes: episodes that ended.
+        counts: the times of a WorkReport and "transfer_ns", in which its rollouts were being
+            fetched; and by their names in WorkerStats, what is only counted.
     """
 
     metrics: dict[str, deque[float]]
     incarnation: int | None = None
-    work: WorkReport = NO_WORK
     lags: Counter[int] = field(default_factory=Counter)
-    num_bytes: int = 0
-    transfer_ns: int = 0
-    num_restarts: int = 0
-    num_episodes: int = 0
-
-    def add_work(self, work: WorkReport) -> None:
-        """Add times; episodes are left out, as they belong to single rollouts."""
-        times = map(add, self.work[:_NUM_TIMES], work[:_NUM_TIMES])
-        self.work = WorkReport(*times)
-
-    def add(self, other: _Tally) -> None:
-        """Add the counters of another worker."""
-        self.add_work(other.work)
-        self.lags.update(other.lags)
-        self.num_bytes += other.num_bytes
-        self.transfer_ns += other.transfer_ns
-        self.num_restarts += other.num_restarts
-        self.num_episodes += other.num_episodes
+    counts: Counter[str] = field(default_factory=Counter)
 
 
 class _Mark(NamedTuple):
@@ -179,7 +157,7 @@ class StatsRecorder:
         """A process has joined a worker's slot."""
         with self._lock:
             tally = self._tally(worker_id)
-            tally.num_restarts += tally.incarnation not in (None, incarnation)
+            tally.counts["num_restarts"] += tally.incarnation not in (None, incarnation)
             tally.incarnation = incarnation
 
     def collected(self, header: Header, asked_at: int | None = None) -> None:
@@ -190,8 +168,9 @@ class StatsRecorder:
         work = header.work
         with self._lock:
             tally = self._tally(header.worker_id)
-            tally.add_work(work)
-            tally.num_episodes += len(work.returns)
+            for name, ns in zip(_TIMES, work[:6], strict=True):
+                tally.counts[name] += ns
+            tally.counts["num_episodes"] += len(work.returns)
             self._faults.extend(header.faults)
             self._recent.extend(zip(work.returns, work.lengths, strict=True))
             metrics = work.metrics or {}
@@ -213,8 +192,8 @@ class StatsRecorder:
         """A rollout was fetched."""
         with self._lock:
             tally = self._tally(worker_id)
-            tally.num_bytes += num_bytes
-            tally.transfer_ns += took_ns
+            tally.counts["num_bytes"] += num_bytes
+            tally.counts["transfer_ns"] += took_ns
         if self._trace is not None:
             now = self._clock()
             self._trace.fetched(worker_id, now - took_ns, now)
@@ -273,12 +252,13 @@ class StatsRecorder:
             workers = {}
             for worker_id in sorted({*self._tallies, *states}):
                 tally = self._tally(worker_id)
-                every.add(tally)
+                every.lags.update(tally.lags)
+                every.counts.update(tally.counts)
                 workers[worker_id] = WorkerStats(
                     state=states.get(worker_id, "lost"),
                     frames=tally.lags.total(),
                     num_ready=ready.get(worker_id, 0),
-                    num_episodes=tally.num_episodes,
+                    num_episodes=tally.counts["num_episodes"],
                     metrics=_means(tally.metrics),
                     **_figures(
                         tally,
@@ -291,7 +271,7 @@ class StatsRecorder:
                 about,
                 elapsed_s=elapsed_s,
                 delivered=every.lags.total(),
-                episodes=self._episodes(every.num_episodes),
+                episodes=self._episodes(every.counts["num_episodes"]),
                 trainer=_shares(spent),
                 num_ready=sum(ready.values()),
                 mean_ready=self._ready_when_asked / max(1, self._num_asked),
@@ -334,30 +314,30 @@ def _figures(tally: _Tally, fate: Frames, rate: float, elapsed_s: float) -> dict
         "frames_per_s": rate,
         "mean_frames_per_s": tally.lags.total() / elapsed_s if elapsed_s else 0.0,
         "lag": Lags(dict(sorted(tally.lags.items()))),
-        "times": _times(tally.work, tally.transfer_ns),
-        "num_bytes": tally.num_bytes,
-        "num_restarts": tally.num_restarts,
+        "times": _times(tally.counts),
+        "num_bytes": tally.counts["num_bytes"],
+        "num_restarts": tally.counts["num_restarts"],
         "num_env_faults": fate.env_faults,
         "lost": dict(fate.lost),
         "may_be_lost": fate.at_most,
     }
 
 
-def _times(work: WorkReport, transfer_ns: int) -> WorkerTimes:
-    total = work.busy_ns + work.wait_ns
+def _times(ns: Mapping[str, int]) -> WorkerTimes:
+    busy, total = ns["busy_ns"], ns["busy_ns"] + ns["wait_ns"]
     if not total:
         return WorkerTimes()
     # Only some steps are timed, so the estimates may add up to more than the total.
-    known = work.env_ns + work.policy_ns + work.swap_ns
-    scale = min(1.0, work.busy_ns / known) / total if known else 0.0
+    known = ns["env_ns"] + ns["policy_ns"] + ns["swap_ns"]
+    scale = min(1.0, busy / known) / total if known else 0.0
     return WorkerTimes(
-        env=work.env_ns * scale,
-        policy=work.policy_ns * scale,
-        swap=work.swap_ns * scale,
-        other=max(0.0, work.busy_ns / total - known * scale),
-        wait=work.wait_ns / total,
-        transfer=min(1.0, transfer_ns / total),
-        cpu=min(1.0, work.cpu_ns / work.busy_ns) if work.busy_ns else 0.0,
+        env=ns["env_ns"] * scale,
+        policy=ns["policy_ns"] * scale,
+        swap=ns["swap_ns"] * scale,
+        other=max(0.0, busy / total - known * scale),
+        wait=ns["wait_ns"] / total,
+        transfer=min(1.0, ns["transfer_ns"] / total),
+        cpu=min(1.0, ns["cpu_ns"] / busy) if busy else 0.0,
     )
 
 

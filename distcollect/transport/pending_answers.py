@@ -60,10 +60,10 @@ class PendingAnswers:
         for answer in answers:
             self.complete(answer, error=peer_is_gone(peer))
 
-    def wait_for_all(self, timeout_s: float) -> bool:
-        """Wait up to ``timeout_s`` for all answers; return True if all came."""
+    def wait_for_all(self, timeout_s: float) -> None:
+        """Wait up to ``timeout_s`` for all answers."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self.open, timeout_s)
+            self._changed.wait_for(lambda: not self.open, timeout_s)
 
 
 def peer_is_gone(peer: int, cause: BaseException | None = None) -> WorkerLost:

@@ -126,11 +126,11 @@ class RpcTransport(Transport):
         with self._lock:
             self._is_closed = True
             peers, self._peers = self._peers, {}
-        all_came = self._pending.wait_for_all(grace_s)
+        self._pending.wait_for_all(grace_s)
         self._copier.close()
         for known in peers.values():
             self._agents.remove(known, has_ended=False)
-        leave_agents(self._agents, self._pending, gently=all_came)
+        leave_agents(self._agents, self._pending)
         for peer in peers:
             self._pending.fail(peer)
 

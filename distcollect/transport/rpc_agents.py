@@ -267,18 +267,15 @@ def join_agents(address: str, pending: PendingAnswers) -> RpcAgents:
     try:
         _check_listens_on(agents.endpoint, agents.address)
     except LaunchError:
-        leave_agents(agents, pending, gently=True)
+        leave_agents(agents, pending)
         raise
     return agents
 
 
-def leave_agents(agents: RpcAgents, pending: PendingAnswers, *, gently: bool) -> None:
-    """Be done with :func:`join_agents`: the last user ends the agents; again does nothing.
+def leave_agents(agents: RpcAgents, pending: PendingAnswers) -> None:
+    """Be done with :func:`join_agents`, by the same ``pending``; the last user ends the agents.
 
-    Args:
-        agents: what was joined.
-        pending: what they were joined with.
-        gently: no answer to the user is pending.
+    Again does nothing.
     """
     global _shared  # noqa: PLW0603 - see above
     with _sharing:
@@ -286,7 +283,7 @@ def leave_agents(agents: RpcAgents, pending: PendingAnswers, *, gently: bool) ->
             return
         agents.users.remove(pending)
         if not agents.users:
-            agents.close(gently=gently)
+            agents.close(gently=not pending.open)
             if _shared is agents:
                 _shared = None
 

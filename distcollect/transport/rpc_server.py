@@ -66,7 +66,7 @@ class RpcServer:
         """Answer no more calls."""
         global _service  # noqa: PLW0603 - see above
         _service = None
-        leave_agents(self._agents, self._pending, gently=True)
+        leave_agents(self._agents, self._pending)
 
 
 def _async_execution(function: _Function) -> _Function:

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import multiprocessing
 import os
-import queue
 import signal
 import socket
 import sys
@@ -107,17 +106,14 @@ def main(boot: WorkerBoot) -> None:
             os._exit(1)
 
     threading.Thread(target=listen, name="distcollect-control", daemon=True).start()
-    # Not an Event: two signals may come at once, and set() takes a lock that it then waits for.
-    sigterm: queue.SimpleQueue[None] = queue.SimpleQueue()
+    connection.send(Reachable(PeerAddress(endpoint, sample_for(welcome.trainer_memory))))
 
-    def leave() -> None:
-        sigterm.get()
+    def leave(*_: object) -> None:
+        signal.signal(signal.SIGTERM, lambda *_: None)  # a second one would wait for this one
         connection.send(Leaving())
 
-    # Not in the signal handler: it may interrupt a thread that is sending.
-    threading.Thread(target=leave, name="distcollect-leave", daemon=True).start()
-    signal.signal(signal.SIGTERM, lambda *_: sigterm.put(None))
-    connection.send(Reachable(PeerAddress(endpoint, sample_for(welcome.trainer_memory))))
+    # This thread sends nothing else from here on, so the handler interrupts no sending.
+    signal.signal(signal.SIGTERM, leave)
     _run(worker)
     may_exit.wait()  # listen() ends the process at the latest when the trainer is gone
     _flush_output()

@@ -12,7 +12,7 @@ import pytest
 
 import distcollect as dc
 from distcollect.results import Stats, WorkerStats
-from distcollect.telemetry.prometheus import Prometheus
+from distcollect.telemetry.exporters import Prometheus
 
 
 def free_port() -> int:

@@ -23,7 +23,7 @@ import distcollect as dc
 from distcollect.commands import main as cli
 from distcollect.results import LedgerReport, Stats
 from distcollect.telemetry.display import log_line
-from distcollect.telemetry.prometheus import figures
+from distcollect.telemetry.exporters import figures
 
 EVERY_S = 0.2
 HAS_TENSORBOARD = importlib.util.find_spec("tensorboard") is not None

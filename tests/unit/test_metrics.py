@@ -20,7 +20,7 @@ from distcollect.commands.report.page import page
 from distcollect.results import EpisodeStats, Evaluation, Stats, WorkerStats
 from distcollect.rollout.header import Header, WorkReport
 from distcollect.telemetry.display import log_line
-from distcollect.telemetry.prometheus import StatsCollector
+from distcollect.telemetry.exporters import StatsCollector
 from distcollect.telemetry.recorder import StatsRecorder
 
 NAN = math.nan

@@ -28,7 +28,7 @@ from distcollect.rollout.header import NO_WORK, Header, WorkReport
 from distcollect.rollout.layout import Layout
 from distcollect.rollout.slab import Slab
 from distcollect.telemetry.display import log_line
-from distcollect.telemetry.prometheus import StatsCollector
+from distcollect.telemetry.exporters import StatsCollector
 from distcollect.telemetry.recorder import StatsRecorder
 from distcollect.telemetry.step_timer import Episodes
 
