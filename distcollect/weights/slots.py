@@ -38,7 +38,6 @@ class SendState(Enum):
     WAITING = "its newest version is to be sent"
     SENDING = "a version is being sent"
     AWAY = "it owes an answer, or another process comes in its place"
-    VACANT = "its process is gone, and no other is expected"
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,7 +144,7 @@ class WeightSlots:
         self._latest = publication
         for worker_id in handle.worker_ids:
             slot = self._slots.get(worker_id)
-            if slot is None or slot.state is SendState.VACANT:
+            if slot is None:
                 handle.settle(worker_id, WorkerLost("is gone", worker_id=worker_id))
                 continue
             slot.newest = publication
@@ -164,7 +163,7 @@ class WeightSlots:
         )
         if before is not None:
             slot.newest, slot.handles = before.newest, before.handles
-            before.state = SendState.VACANT
+            before.state, before.peer = SendState.AWAY, None
         slot.newest = slot.newest or self._latest
         if slot.newest is None:
             return 0
@@ -182,17 +181,16 @@ class WeightSlots:
             slot = self._slots[worker_id] = WeightSlot(worker_id, None)
         peer, slot.peer = slot.peer, None
         slot.acknowledged = slot.held = 0
+        slot.state = SendState.AWAY
         if not replaced:
-            slot.state = SendState.VACANT
-            slot.newest = None
+            del self._slots[worker_id]
             slot.settle(WorkerLost("is gone", worker_id=worker_id))
-        elif slot.state is not SendState.VACANT:
-            slot.absence = WorkerLost(
-                "is gone; the process that replaces it gets the newest weights first",
-                worker_id=worker_id,
-            )
-            slot.state = SendState.AWAY
-            slot.settle(slot.absence, for_now=True)
+            return peer
+        slot.absence = WorkerLost(
+            "is gone; the process that replaces it gets the newest weights first",
+            worker_id=worker_id,
+        )
+        slot.settle(slot.absence, for_now=True)
         return peer
 
     @property
@@ -222,7 +220,7 @@ class WeightSlots:
             slot.settle(
                 CollectorStateError("the collector was shut down before these weights were sent")
             )
-            slot.state = SendState.VACANT
+            slot.state, slot.peer = SendState.AWAY, None
         self._slots.clear()
 
     # What the sender asks, and what comes of it.
