@@ -67,26 +67,18 @@ def test_a_worker_with_a_wrong_token_and_one_with_a_stale_address(run: RunFolder
 
 _BESIDE = """
 import gymnasium as gym
-import numpy as np
 
 
-class Own(gym.Env):
-    observation_space = gym.spaces.Box(0, 1, (1,), np.float32)
-    action_space = gym.spaces.Discrete(2)
-
-    def reset(self, *, seed=None, options=None):
-        return np.zeros(1, np.float32), {}
-
-    def step(self, action):
-        return np.zeros(1, np.float32), 0.0, False, False, {}
+def make():
+    return gym.make("CartPole-v1")
 """
 _TRAIN = """
 import distcollect as dc
-from beside import Own
+from beside import make
 
 
 def main():
-    with dc.RPCDataCollector(Own, frames_per_batch=8, sync=True) as collector:
+    with dc.RPCDataCollector(make, frames_per_batch=8, sync=True) as collector:
         print("frames:", collector.next().numel())
 
 
