@@ -78,6 +78,7 @@ def test_the_processes_of_a_parallel_env_are_let_run(zoo: Any) -> None:
     rows = [partial(zoo.Counter, first_row=row) for row in range(2)]
     env = zoo.ParallelEnv(2, rows)
     envs = TorchRLEnvs([zoo.TransformedEnv(env, zoo.StepCounter())], [None])
+    assert type(env).__module__ == "distcollect.integrations.torchrl.parallel"
     td = envs.reset()
     try:
         frame, td = envs.step(envs.choose_randomly(td))
