@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from distcollect.common.waiting import settle
+from distcollect.rollout.header import Header
 from distcollect.rollout.layout import Tensors
 from distcollect.transport.failure import Failure
 from distcollect.transport.pending_answers import PendingAnswers, peer_is_gone
@@ -42,65 +43,39 @@ class LoopbackTransport:
         return self._services.get(peer)
 
     def call(self, peer: int, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
-        answer: Future[Any] = Future()
-        self._ask(partial(settle, answer), peer, method, *args, **kwargs)
-        return answer
-
-    def _ask(
-        self, deliver: Deliver, peer: int, method: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> None:
-        answer = self._pending.expect(peer, deliver)
+        future: Future[Any] = Future()
+        answer = self._pending.expect(peer, partial(settle, future))
         service = self._services.get(peer)
         if service is None:
             self._pending.complete(answer, error=peer_is_gone(peer))
-            return
+            return future
 
-        def arrived(done: Future[Any]) -> None:
-            error = done.exception()
-            if error is None:
-                self._pending.complete(answer, done.result())
-            else:
-                failure = Failure.of(error, service.worker_id)
-                self._pending.complete(answer, error=failure.error())
+        def arrived(value: Any, error: BaseException | None) -> None:
+            if error is not None:
+                error = Failure.of(error, service.worker_id).error()
+            self._pending.complete(answer, value, error)
 
-        call_service(service, method.__name__, args, kwargs).add_done_callback(arrived)
+        pass_on(call_service(service, method.__name__, args, kwargs), arrived)
+        return future
 
     def collect(self, peer: int, request: CollectRequest, deliver: Deliver) -> None:
-        def offer(rollout: Any, error: BaseException | None) -> None:
-            if error is None:
-                header, tensors = rollout
-                fetch = partial(self._deliver_copies, tensors, None)
-                deliver(Offer(header, fetch), None)
-            else:
-                deliver(None, error)
+        def offer(rollout: tuple[Header, Tensors]) -> Offer:
+            header, tensors = rollout
+            return Offer(header, lambda deliver: deliver(self._copies_of(tensors), None))
 
-        self._ask(offer, peer, WorkerService.collect, request)
+        pass_on(self.call(peer, WorkerService.collect, request), deliver, offer)
 
     def hand_over(self, peer: int, sequence: int, key: str, keep_s: float) -> Future[str]:
-        kept: Future[str] = Future()
-
-        def deliver(_: None, error: BaseException | None) -> None:
-            settle(kept, key, error)
-
-        self._ask(deliver, peer, WorkerService.hand_over, sequence, key, keep_s)
-        return kept
+        kept = self.call(peer, WorkerService.hand_over, sequence, key, keep_s)
+        return answer_of(lambda deliver: pass_on(kept, deliver, lambda _: key))
 
     def fetch_handover(self, peer: int, held: str) -> Future[Tensors]:
-        fetched: Future[Tensors] = Future()
+        read = self.call(peer, WorkerService.read_handover, held, False)
+        return answer_of(lambda deliver: pass_on(read, deliver, self._copies_of))
 
-        def deliver(tensors: Tensors, error: BaseException | None) -> None:
-            self._deliver_copies(tensors, error, partial(settle, fetched))
-
-        self._ask(deliver, peer, WorkerService.read_handover, held, False)
-        return fetched
-
-    def _deliver_copies(
-        self, tensors: Tensors, error: BaseException | None, deliver: Deliver
-    ) -> None:
-        if error is None:
-            self.bytes_fetched += sum(tensor.nbytes for tensor in tensors)
-            tensors = [tensor.clone() for tensor in tensors]
-        deliver(tensors, error)
+    def _copies_of(self, tensors: Tensors) -> Tensors:
+        self.bytes_fetched += sum(tensor.nbytes for tensor in tensors)
+        return [tensor.clone() for tensor in tensors]
 
     def ping(self, peer: int) -> Future[Any]:
         answer: Future[Any] = Future()
@@ -130,11 +105,13 @@ def answer_of(ask: Callable[..., object], *args: Any) -> Future[Any]:
     return answer
 
 
-def pass_on(answer: Future[Any], deliver: Deliver) -> None:
-    """Give ``deliver`` what a future gets."""
+def pass_on(
+    answer: Future[Any], deliver: Deliver, read: Callable[[Any], Any] = lambda value: value
+) -> None:
+    """Give ``deliver`` what ``read`` makes of the value that a future gets, or the error."""
 
-    def pass_it(done: Future[Any]) -> None:
+    def arrived(done: Future[Any]) -> None:
         error = done.exception()
-        deliver(None if error else done.result(), error)
+        deliver(None if error else read(done.result()), error)
 
-    answer.add_done_callback(pass_it)
+    answer.add_done_callback(arrived)
