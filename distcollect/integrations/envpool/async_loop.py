@@ -39,8 +39,8 @@ class AsyncLoop(BufferedLoop):
         self._idle = np.zeros(num_envs, bool)
         # Rows whose frame under way is dropped when it is finished.
         self._outdated = np.zeros(num_envs, bool)
-        # ``[n, *shape]`` of each leaf of the policy's state, whose own arrays have ``num_ready``
-        # rows.
+        # ``[n, *shape]`` of each leaf of the policy's state after the last action of each row; the
+        # policy's own arrays have ``num_ready`` rows.
         state = policy_state.leaves if policy_state else ()
         self._states: Arrays = {leaf.key: leaf.zeros(num_envs) for leaf in state}
 
@@ -134,16 +134,11 @@ class AsyncLoop(BufferedLoop):
         if self.policy_state is not None:
             self.policy_state.begin(np.flatnonzero(received.is_first).tolist())
         can_act: np.ndarray = np.flatnonzero((received.is_frame & ~ended) | received.is_first)
-        self._write_starts(buffer, rows[can_act], can_act)
-        return can_act
-
-    def _write_starts(self, buffer: RaggedBuffer, rows: np.ndarray, slots: np.ndarray) -> None:
-        self._idle[rows] = True
-        columns = buffer.position[rows]
+        starting = rows[can_act]
+        self._idle[starting] = True
         for leaf in self.layout.state:
-            buffer.frames[leaf.key][rows, columns] = self.current[leaf.key][slots]
-        for key, states in self._states.items():
-            states[rows] = self.current[key][slots]
+            frames[leaf.key][starting, buffer.position[starting]] = self.current[leaf.key][can_act]
+        return can_act
 
     def _without_waiting(
         self, buffer: RaggedBuffer, rows: np.ndarray, slots: np.ndarray, *, fresh: bool

@@ -89,31 +89,21 @@ def run(given: argparse.Namespace) -> int:
 
 
 def run_in(path: Path) -> RunFolder:
-    """The folder of a run with submitted jobs.
+    """Return the folder of a run with submitted jobs.
 
     Raises:
         ArgumentError: the folder holds no run, or none of the run's jobs was submitted.
-    """
-    folder = submitted(path)
-    if not folder.jobs():
-        raise ArgumentError(
-            f"{path}: none of the run's jobs was submitted ('distcollect submit' printed the "
-            "reason); submit it again, to another folder"
-        )
-    return folder
-
-
-def submitted(path: Path) -> RunFolder:
-    """The folder of a run.
-
-    Raises:
-        ArgumentError: the folder holds no run.
     """
     folder = RunFolder(path.absolute())
     if not folder.settings:
         raise ArgumentError(
             f"{path} holds no run: no run.json of 'distcollect submit' is there. Name the folder "
             "that it printed, as in runs/train-20261122-101500"
+        )
+    if not folder.jobs():
+        raise ArgumentError(
+            f"{path}: none of the run's jobs was submitted ('distcollect submit' printed the "
+            "reason); submit it again, to another folder"
         )
     return folder
 

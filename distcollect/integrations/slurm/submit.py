@@ -158,7 +158,7 @@ def _add_workers(given: argparse.Namespace) -> int:
         )
     if not given.worker_jobs:
         raise ArgumentError("--add-workers needs --worker-jobs N: how many jobs?")
-    folder = status.submitted(given.add_workers)
+    folder = status.run_in(given.add_workers)
     settings = folder.settings
     said = folder.read("trainer.json") or {}
     if said.get("state") == ENDED:
