@@ -24,12 +24,12 @@ from distcollect.results import (
     WorkerStats,
     WorkerTimes,
 )
-from distcollect.rollout.header import Header, WorkReport
+from distcollect.rollout.header import Header
 from distcollect.telemetry.trace import PushTimes, Trace
 
 Activity = Literal["train", "collect", "weights", "transfer", "assemble"]
 
-_TIMES = WorkReport._fields[:6]
+_TIMES = "busy_ns", "env_ns", "policy_ns", "swap_ns", "wait_ns", "cpu_ns"  # of a WorkReport
 _RECENT_EPISODES = 100
 _RECENT_FAULTS = 20
 # The recent rate is the rate since the oldest mark in this period.
