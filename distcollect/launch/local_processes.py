@@ -256,12 +256,6 @@ class LocalProcesses:
             for running in self._running.values():
                 running.process.send_signal(signal.SIGTERM)
 
-    def kill_all(self) -> None:
-        """End all workers at once."""
-        with self._lock:
-            for running in self._running.values():
-                self._kill(running)
-
     def close(self, grace_s: float) -> None:
         """Wait up to ``grace_s`` for all to end by themselves, then kill them; reap every one."""
         if not self._owner.is_here:

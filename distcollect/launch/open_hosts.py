@@ -8,11 +8,10 @@ import secrets
 
 from distcollect.errors import ArgumentError, LaunchError
 from distcollect.launch.cpu_placement import num_cores
-from distcollect.launch.placer import PlacerSettings
 from distcollect.launch.rendezvous import LISTEN, listen_address, read_token
 from distcollect.launch.run_folder import TOKEN_VARIABLE, RunFolder
 from distcollect.launch.topology import one_of_several
-from distcollect.launch.worker_hosts import WorkerHosts
+from distcollect.launch.worker_hosts import PlacerSettings, WorkerHosts
 from distcollect.net.interfaces import LOOPBACK
 
 EACH_RANK = "DISTCOLLECT_EACH_RANK_TRAINS"
@@ -74,17 +73,38 @@ def open_hosts(
             several of a launch, or the run's workers are in other jobs, and the script does not
             call :func:`~distcollect.run`.
     """
-    if placer is not None:
-        assert num_workers is not None
-        return _open_placed(placer, num_workers, listen, patience_s)
-    if _launched is not None and not local:
+    launched = _launched
+    if launched is not None and placer is None and not local:
         if listen is not None:
             raise ArgumentError(
                 f"listen={listen!r}: under a launcher, workers join where its trainer listens; "
                 f"set {LISTEN} instead"
             )
-        _launched.claim()
-        return _launched
+        launched.claim()
+        return launched
+    with contextlib.ExitStack() as on_error:
+        if placer is not None:
+            scheduler = placer.connect()
+            on_error.callback(scheduler.close)
+            address, port = listen_address(listen, default=scheduler.address)
+            hosts = WorkerHosts(
+                address,
+                read_token() or secrets.token_hex(16),
+                num_expected=num_workers,
+                patience_s=patience_s,
+                placer=scheduler,
+                port=port,
+            )
+        else:
+            hosts = _own_hosts(num_workers, listen, local=local)
+        on_error.pop_all()
+    if launched is not None:
+        launched.local_hosts.add(hosts)
+    return hosts
+
+
+def _own_hosts(num_workers: int | None, listen: str | None, *, local: bool) -> WorkerHosts:
+    """This host, which starts the workers itself; others may join too."""
     if _launched is None:
         _refuse_several()
     folder = RunFolder.here()
@@ -94,35 +114,11 @@ def open_hosts(
             "script that calls distcollect.run(main); or submit it without --worker-jobs"
         )
     address, port = (LOOPBACK, 0) if local else listen_address(listen)
-    if port and read_token() is None:
+    token = read_token()
+    if port and token is None:
         raise ArgumentError(
             f"to let workers join at {address}:{port}, put a secret into a file that only you can "
             f"read and name it by {TOKEN_VARIABLE}, here and where they are started"
         )
-    token = read_token() or secrets.token_hex(16)
     num_local = num_cores() if num_workers is None else num_workers
-    hosts = WorkerHosts(address, token, num_local=num_local, port=port)
-    if _launched is not None:
-        _launched.local_hosts.add(hosts)
-    return hosts
-
-
-def _open_placed(
-    settings: PlacerSettings, num_workers: int, listen: str | None, patience_s: float
-) -> WorkerHosts:
-    with contextlib.ExitStack() as on_error:
-        placer = settings.connect()
-        on_error.callback(placer.close)
-        address, port = listen_address(listen, default=placer.address)
-        hosts = WorkerHosts(
-            address,
-            read_token() or secrets.token_hex(16),
-            num_expected=num_workers,
-            patience_s=patience_s,
-            placer=placer,
-            port=port,
-        )
-        on_error.pop_all()
-    if _launched is not None:
-        _launched.local_hosts.add(hosts)
-    return hosts
+    return WorkerHosts(address, token or secrets.token_hex(16), num_local=num_local, port=port)

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 dist: Any = torch.distributed
 
 RENDEZVOUS_TIMEOUT_S = 300.0
-_TRAINER_KEY = "distcollect/trainer"
+_TRAINER_KEY, _ADDRESS_KEY = "distcollect/trainer", "distcollect/address"
 LISTEN = "DISTCOLLECT_LISTEN"
 _HOLDS_TOKEN = (
     "it has to hold the run's secret, the same for the trainer and for all processes that join"  # noqa: S105
@@ -75,11 +75,8 @@ def listen_spec(launch: Launch) -> ListenSpec:
     Raises:
         LaunchError: no route leads from here to the other hosts; or see :func:`read_token`.
     """
-    assert launch.master is not None
     given = read_token()
     if launch.launcher is not Launcher.TORCHRUN:
-        name, port = launch.master
-        here = LOOPBACK if _is_on_one_host(launch) else own_address(name, launch.last_host)
         if given is None:
             # On one host too: every user of that host reaches its loopback interface.
             log.warning(
@@ -87,8 +84,7 @@ def listen_spec(launch: Launch) -> ListenSpec:
                 "cluster can see; set %s to the name of a file that holds a secret",
                 TOKEN_VARIABLE,
             )
-        address, wanted_port = listen_address(default=here)
-        return ListenSpec(address, (wanted_port or port) + launch.trainer, given or launch.run_id)
+        return ListenSpec(*_derived_address(launch), given or launch.run_id)
     store = _torchrun_store(launch)
     here = LOOPBACK if launch.num_hosts == 1 else _address_among_hosts(launch, store)
     address, port = listen_address(default=here)
@@ -98,9 +94,17 @@ def listen_spec(launch: Launch) -> ListenSpec:
     )
 
 
-def _is_on_one_host(launch: Launch) -> bool:
-    """Return True if all workers are on this host; further jobs of a run may be elsewhere."""
-    return launch.num_hosts == 1 and RunFolder.here() is None
+def _derived_address(launch: Launch) -> tuple[str, int]:
+    """Where a trainer listens that all its ranks can derive from their launcher's variables."""
+    assert launch.master is not None
+    host, port = launch.master
+    # All ranks are on this host; but further jobs of a run may be elsewhere.
+    if launch.num_hosts == 1 and RunFolder.here() is None:
+        host = LOOPBACK
+    elif launch.rank == 0 or address_towards(host) is None:  # the trainer is on this host
+        host = own_address(host, launch.last_host)
+    address, wanted_port = listen_address(default=host)
+    return address, (wanted_port or port) + launch.trainer
 
 
 def own_address(name: str, other: str = "") -> str:
@@ -128,7 +132,7 @@ def _address_among_hosts(launch: Launch, store: Any) -> str:
     # Torchrun's store is on this host, so only ranks on other hosts know the route between us.
     for rank in range(launch.world_size - 1, 0, -1):
         try:
-            theirs = store.get(_address_key(rank)).decode()
+            theirs = store.get(f"{_ADDRESS_KEY}/{rank}").decode()
         except dist.DistError as error:
             raise LaunchError(
                 f"rank {rank} did not announce its address within {RENDEZVOUS_TIMEOUT_S:g} s: look "
@@ -167,10 +171,6 @@ def _torchrun_store(launch: Launch) -> Any:
     return dist.PrefixStore(f"{launch.run_id}/{launch.trainer}", store)
 
 
-def _address_key(rank: int) -> str:
-    return f"distcollect/address/{rank}"
-
-
 def finder(launch: Launch) -> Callable[[], TrainerAddress]:
     """A function that returns where a rank's trainer is; see :func:`.supervisor.supervise`.
 
@@ -182,7 +182,7 @@ def finder(launch: Launch) -> Callable[[], TrainerAddress]:
     if launch.launcher is Launcher.TORCHRUN:
         store = _torchrun_store(launch)
         if launch.num_hosts > 1:
-            store.set(_address_key(launch.rank), address_towards(launch.master[0]) or "")
+            store.set(f"{_ADDRESS_KEY}/{launch.rank}", address_towards(launch.master[0]) or "")
         store.set_timeout(timedelta(seconds=1))
         latest: list[Any] = []
 
@@ -203,13 +203,7 @@ def finder(launch: Launch) -> Callable[[], TrainerAddress]:
             return TrainerAddress(host, port, token or given or "")
 
         return find
-    host, port = launch.master
-    if _is_on_one_host(launch):
-        host = LOOPBACK
-    elif address_towards(host) is None:  # the trainer is on this host
-        host = own_address(host, launch.last_host)
-    host, wanted_port = listen_address(default=host)
-    here = TrainerAddress(host, (wanted_port or port) + launch.trainer, given or launch.run_id)
+    here = TrainerAddress(*_derived_address(launch), given or launch.run_id)
     return lambda: here
 
 
@@ -256,25 +250,21 @@ def read_token() -> str | None:
     path = os.environ.get(TOKEN_VARIABLE)
     if path is None:
         return os.environ.get(SECRET_VARIABLE) or None
-    problem, token, mode = "", "", 0
+    name = f"{TOKEN_VARIABLE}={path}"
     try:
         with Path(path).open() as file:
             mode = os.fstat(file.fileno()).st_mode
             token = file.read().strip()
-    except OSError as error:
-        problem = f"the token can't be read ({error.strerror}); {_HOLDS_TOKEN}"
-    except UnicodeDecodeError:
-        problem = f"the token can't be read (it is no text); {_HOLDS_TOKEN}"
-    else:
-        if not token:
-            problem = f"the file is empty; {_HOLDS_TOKEN}"
-        elif mode & (stat.S_IRWXO | stat.S_IWGRP):
-            problem = (
-                f"others may read or change it ({stat.filemode(mode)}), so it is no secret; make a "
-                f"new one, chmod 600 {shlex.quote(path)}"
-            )
-    if problem:
-        raise LaunchError(f"{TOKEN_VARIABLE}={path}: {problem}")
+    except (OSError, UnicodeDecodeError) as error:
+        why = "it is no text" if isinstance(error, UnicodeDecodeError) else error.strerror
+        raise LaunchError(f"{name}: the token can't be read ({why}); {_HOLDS_TOKEN}") from error
+    if not token:
+        raise LaunchError(f"{name}: the file is empty; {_HOLDS_TOKEN}")
+    if mode & (stat.S_IRWXO | stat.S_IWGRP):
+        raise LaunchError(
+            f"{name}: others may read or change it ({stat.filemode(mode)}), so it is no secret; "
+            f"make a new one, chmod 600 {shlex.quote(path)}"
+        )
     if mode & stat.S_IRGRP:
-        log.warning("%s=%s: its group may read it; is that meant?", TOKEN_VARIABLE, path)
+        log.warning("%s: its group may read it; is that meant?", name)
     return token

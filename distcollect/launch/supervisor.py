@@ -243,23 +243,13 @@ def _serve(
                 goodbye = message
     except _Terminated as error:
         if error.args[0] == signal.SIGTERM:
-            # The host is about to be taken away: workers deliver what they have, if the trainer
-            # still runs.
+            # The host is about to be taken away: workers deliver what they have. They end at once
+            # if the trainer is gone.
             grace_s = leave_timeout_s
             processes.terminate()
-            threading.Thread(target=_kill_at_end, args=(connection, processes), daemon=True).start()
         raise
     finally:
         signals.hold()
         processes.close(grace_s)
         connection.close()
     return goodbye
-
-
-def _kill_at_end(connection: ControlConnection, processes: LocalProcesses) -> None:
-    """Kill all processes once the trainer is gone."""
-    try:
-        while connection.receive() is not None:
-            pass
-    finally:
-        processes.kill_all()

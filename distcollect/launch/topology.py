@@ -14,10 +14,8 @@ from distcollect.errors import LaunchError
 from distcollect.net.interfaces import LOOPBACK
 
 _SHOWN = re.compile(
-    "(LOCAL_)?(RANK|WORLD_SIZE)|GROUP_WORLD_SIZE|TORCHELASTIC_RUN_ID|MASTER_(ADDR|PORT)"
-    "|SUBMITIT_LOCAL_(GLOBALID|NTASKS|LOCALID|JOB_ID)"
-    "|SLURM_(PROCID|NTASKS|JOB_ID|NNODES|LOCALID|CPUS_PER_TASK)"
-    "|SLURM_STEP_(ID|NODELIST|NUM_NODES|TASKS_PER_NODE|NUM_TASKS)"
+    "(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|TORCHELASTIC_RUN_ID|MASTER_(ADDR|PORT)|SUBMITIT_LOCAL_[A-Z_]+"
+    "|SLURM_(PROCID|NTASKS|JOB_ID|NNODES|LOCALID|CPUS_PER_TASK|STEP_[A-Z_]+)"
 )
 # The rank and the number of ranks, as launchers set them that have no way here for the ranks to
 # find each other.

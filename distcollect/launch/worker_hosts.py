@@ -6,15 +6,15 @@ import logging
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from distcollect.common import open_files
 from distcollect.common.waiting import wait_for
 from distcollect.errors import ArgumentError, CollectorStateError, DeadlineError, LaunchError
 from distcollect.launch.cpu_placement import Host, choose, may_pin
 from distcollect.launch.local_processes import LocalProcesses, ProcessEvents
-from distcollect.launch.placer import Placer
 from distcollect.net.messages import (
     Exited,
     Goodbye,
@@ -53,17 +53,69 @@ class HostEvents(JoinServerEvents, ProcessEvents):
         """The trainer's ``main()`` is done: end what is still running."""
 
 
-@dataclass(eq=False)
-class _Supervisor:
-    """A supervisor, from its hello to its end; its processes end with its connection.
+class PlacerSettings(Protocol):
+    """What to ask another scheduler for."""
+
+    def connect(self) -> Placer:
+        """Connect to the scheduler.
+
+        Raises:
+            LaunchError: it can't be reached.
+        """
+
+
+class Placer(Protocol):
+    """Has a scheduler start one supervisor for each slot, and start it again when it is lost.
+
+    The supervisor for slot w joins as rank w + 1. The methods may be called on several threads.
 
     Attributes:
-        worker_id: its slot.
+        address: this host's, on the network that it shares with the supervisors.
+    """
+
+    address: str
+
+    def start(
+        self, trainer: TrainerAddress, num_workers: int, given_up: Callable[[int, str], None]
+    ) -> None:
+        """Request supervisors for the slots from 0 to ``num_workers`` - 1.
+
+        Args:
+            trainer: where they join.
+            num_workers: see above.
+            given_up: called with a slot and the reason, on any thread, if no supervisor for that
+                slot will come any more.
+
+        Raises:
+            LaunchError: the scheduler refuses.
+        """
+
+    def joined(self, worker_id: int) -> None:
+        """The supervisor of this slot has joined."""
+
+    def left(self, worker_id: int) -> None:
+        """The connection to the supervisor of this slot has ended."""
+
+    @property
+    def is_settled(self) -> bool:
+        """Return True if no supervisor is expected soon: the missing ones wait for resources."""
+
+    def missing(self) -> str:
+        """Say which supervisors have not joined, and what they wait for; "" if none is missing."""
+
+    def close(self) -> None:
+        """End all supervisors. Again it does nothing."""
+
+
+@dataclass
+class _Supervisor:
+    """A supervisor, from its welcome to its end; its processes end with its connection.
+
+    Attributes:
         running: incarnations of the processes that it was to start, and did not report as ended.
     """
 
     connection: Connection
-    worker_id: int
     rank: int | None
     running: set[int] = field(default_factory=set)
 
@@ -114,9 +166,9 @@ class WorkerHosts(JoinServerEvents):
         open_files.fill_standard_streams()
         open_files.raise_limit()
         num_others = max(num_ranks or 0, num_expected or 0)
-        for num_workers, are_local in ((num_local, True), (num_others, False)):
-            if short := open_files.shortage(num_workers, are_local=are_local):
-                raise ArgumentError(short)
+        short = open_files.shortage(num_local, are_local=True)
+        if short := short or open_files.shortage(num_others, are_local=False):
+            raise ArgumentError(short)
         self.address = address
         self.patience_s = patience_s
         self.local_hosts: weakref.WeakSet[WorkerHosts] = weakref.WeakSet()
@@ -129,8 +181,7 @@ class WorkerHosts(JoinServerEvents):
         self._num_wanted = 0
         self._is_in_use = False
         self._events = HostEvents()
-        self._greeted: dict[Connection, _Supervisor] = {}
-        self._supervisors: dict[int, _Supervisor] = {}  # by slot, once they were welcomed
+        self._supervisors: dict[int, _Supervisor] = {}  # by slot
         self._seen: set[int] = set()  # slots of ranks that have joined, even if they are gone now
         self._local: LocalProcesses | None = None
         self._lock = threading.RLock()
@@ -208,10 +259,9 @@ class WorkerHosts(JoinServerEvents):
         if self._num_local:
             self._local = LocalProcesses(events)
 
-        first = self._num_local
-
         def missing() -> list[int]:
-            return [i + 1 for i in range(first, num_workers) if i not in self._supervisors]
+            awaited = range(self._num_local, num_workers)
+            return [i + 1 for i in awaited if i not in self._supervisors]
 
         def remind(elapsed_s: float) -> None:
             log.warning(
@@ -247,12 +297,11 @@ class WorkerHosts(JoinServerEvents):
             supervisor = self._supervisors.get(worker_id)
             if supervisor is not None:
                 supervisor.running.add(wanted.incarnation)
-        if supervisor is not None:
-            supervisor.connection.send(wanted)
-        elif self._local is not None and worker_id < self._num_local:
-            self._local.spawn(wanted, self._trainer, self._placements[worker_id])
-        else:
+                supervisor.connection.send(wanted)
+                return
+        if self._local is None or worker_id >= self._num_local:
             raise LaunchError(f"the supervisor of worker {worker_id} is gone")
+        self._local.spawn(wanted, self._trainer, self._placements[worker_id])
 
     def kill(self, worker_id: int, incarnation: int) -> None:
         """End a process at once; do nothing if it has ended."""
@@ -266,20 +315,19 @@ class WorkerHosts(JoinServerEvents):
         """Wait up to ``grace_s`` for all processes to end by themselves, then kill them."""
         if self._local is not None:
             self._local.close(grace_s)
-
         with self._lock:
-            if self._changed.wait_for(lambda: not self._running(), grace_s):
+            if self._await_ends(grace_s):
                 return
-            remaining = self._running()
-        for worker_id, incarnation in remaining:
-            log.warning("worker %d did not end within %g s: killing it", worker_id, grace_s)
-            self.kill(worker_id, incarnation)
-        with self._lock:
-            self._changed.wait_for(lambda: not self._running(), grace_s)
+            for worker_id, supervisor in self._supervisors.items():
+                for incarnation in supervisor.running:
+                    log.warning("worker %d did not end within %g s: killing it", worker_id, grace_s)
+                    self.kill(worker_id, incarnation)
+            self._await_ends(grace_s)
 
-    def _running(self) -> list[tuple[int, int]]:
-        """The processes that supervisors run."""
-        return [(w, i) for w, supervisor in self._supervisors.items() for i in supervisor.running]
+    def _await_ends(self, timeout_s: float) -> bool:
+        """Wait until supervisors run no processes; return False if it took too long."""
+        supervisors = self._supervisors.values
+        return self._changed.wait_for(lambda: not any(s.running for s in supervisors()), timeout_s)
 
     def detach(self) -> None:
         """The collector is closed, another one may come; without a launch the supervisors end."""
@@ -289,11 +337,10 @@ class WorkerHosts(JoinServerEvents):
             for supervisor in self._supervisors.values():
                 supervisor.running.clear()
             self._is_in_use = False
+        if self._num_ranks is None and (self._placer is not None or not self.is_elastic):
+            self._end_supervisors()
         if self._placer is not None:
-            self._end_supervisors()
             self._placer.close()
-        elif self._num_ranks is None and not self.is_elastic:
-            self._end_supervisors()
 
     def close(self, *, failed: bool = False, resumes: bool = False) -> None:
         """End the supervisors: the trainer is done.
@@ -326,24 +373,16 @@ class WorkerHosts(JoinServerEvents):
             supervisor.connection.send(Goodbye(failed, resumes and not supervisor.rank))
         self.join_server.close()
 
-    def admit(self, connection: Connection) -> Message:
+    def admit(self, connection: Connection) -> Message | None:
         if not isinstance(connection.hello, SupervisorHello):
             return self._events.admit(connection)
         rank = connection.hello.rank
         with self._lock:
-            supervisor = _Supervisor(connection, self._slot_for(rank), rank)
-            self._greeted[connection] = supervisor
-        return SupervisorWelcome(supervisor.worker_id)
-
-    def admitted(self, connection: Connection) -> None:
-        supervisor = self._greeted.get(connection)
-        if supervisor is None:
-            return
-        worker_id = supervisor.worker_id
-        with self._lock:
+            worker_id = self._slot_for(rank)
+            connection.send(SupervisorWelcome(worker_id))
             reconnected = worker_id in self._supervisors
-            self._supervisors[worker_id] = supervisor
-            if supervisor.rank:
+            self._supervisors[worker_id] = _Supervisor(connection, rank)
+            if rank:
                 self._seen.add(worker_id)
             self._changed.notify_all()
         if self._placer is not None:
@@ -352,6 +391,7 @@ class WorkerHosts(JoinServerEvents):
             if reconnected:  # its processes ended with its old connection, which still seems open
                 self._events.slot_closed(worker_id)
             self._events.slot_opened(worker_id)
+        return None
 
     def _slot_for(self, rank: int | None) -> int:
         """A rank's own slot; otherwise the first one that nobody starts processes for."""
@@ -359,38 +399,44 @@ class WorkerHosts(JoinServerEvents):
             return rank - 1
         awaited = set(range(self._num_ranks or 0)) - self._seen
         placed = range(0 if self._placer is None else self._num_expected or 0)
-        taken = {*(s.worker_id for s in self._greeted.values()), *awaited, *placed}
+        taken = {*self._supervisors, *awaited, *placed}
         return next(i for i in range(self._num_local, 2**31) if i not in taken)
 
     def refused(self, hello: Hello | None, reason: str) -> None:
         self._events.refused(hello, reason)
 
     def received(self, connection: Connection, message: Message) -> None:
-        supervisor = self._greeted.get(connection)
-        if supervisor is None:
+        if not isinstance(connection.hello, SupervisorHello):
             self._events.received(connection, message)
-        elif isinstance(message, MemoryExceeded):
-            about = message.incarnation, message.num_bytes
-            self._events.memory_exceeded(supervisor.worker_id, *about)
+            return
+        worker_id = self._slot_of(connection)
+        if worker_id is None:
+            return
+        if isinstance(message, MemoryExceeded):
+            self._events.memory_exceeded(worker_id, message.incarnation, message.num_bytes)
         elif isinstance(message, Exited):
             # Reported before it is removed: end_processes() returns when the last one is removed,
             # and what was reported by then is accounted for.
-            self._events.exited(supervisor.worker_id, message.incarnation, message.exit)
+            self._events.exited(worker_id, message.incarnation, message.exit)
             with self._lock:
-                supervisor.running.discard(message.incarnation)
+                self._supervisors[worker_id].running.discard(message.incarnation)
                 self._changed.notify_all()
 
     def closed(self, connection: Connection) -> None:
-        with self._lock:
-            supervisor = self._greeted.pop(connection, None)
-            # It is another one if it has connected anew already.
-            is_current = supervisor in self._supervisors.values()
-            if supervisor is not None and is_current:
-                del self._supervisors[supervisor.worker_id]
-                self._changed.notify_all()
-        if supervisor is None:
+        if not isinstance(connection.hello, SupervisorHello):
             self._events.closed(connection)
-        elif is_current:
-            if self._placer is not None:
-                self._placer.left(supervisor.worker_id)
-            self._events.slot_closed(supervisor.worker_id)
+            return
+        with self._lock:
+            worker_id = self._slot_of(connection)
+            if worker_id is None:
+                return
+            del self._supervisors[worker_id]
+            self._changed.notify_all()
+        if self._placer is not None:
+            self._placer.left(worker_id)
+        self._events.slot_closed(worker_id)
+
+    def _slot_of(self, connection: Connection) -> int | None:
+        """The slot of a supervisor; None if it has connected anew already."""
+        slots = (w for w, each in self._supervisors.items() if each.connection is connection)
+        return next(slots, None)

@@ -142,12 +142,12 @@ class Connection:
 class JoinServerEvents:
     """Events of a join server, on its own thread. Override what is of interest."""
 
-    def admit(self, connection: Connection) -> Message:
-        """Admit a peer with the right token and versions: return its welcome, or Refused."""
-        raise NotImplementedError
+    def admit(self, connection: Connection) -> Message | None:
+        """Admit a peer with the right token and versions: return its welcome, or Refused.
 
-    def admitted(self, connection: Connection) -> None:
-        """Note that the welcome was sent: other messages may follow."""
+        None: its welcome was sent here, so that other messages could follow at once.
+        """
+        raise NotImplementedError
 
     def refused(self, hello: Hello | None, reason: str) -> None:
         """Note that a peer was refused.
@@ -422,8 +422,8 @@ class JoinServer:
         connection.state = State.ADMITTED
         self._admitted.add(connection)
         del self._deadlines[connection]
-        connection.send(answer)
-        self.events.admitted(connection)
+        if answer is not None:
+            connection.send(answer)
 
     def _refuse_stranger(self, connection: Connection, reason: str) -> None:
         self._refuse(connection, Refused(reason))

@@ -19,7 +19,7 @@ from distcollect.config import Faults
 from distcollect.engine.pickled_plan import PickledPlan
 from distcollect.errors import CollectorStateError, DeadlineError, WorkerError
 from distcollect.launch.open_hosts import open_hosts
-from distcollect.launch.placer import PlacerSettings
+from distcollect.launch.worker_hosts import PlacerSettings
 from distcollect.results import WorkerState
 from distcollect.roster.interfaces import MembershipObserver
 from distcollect.roster.lifecycle import EXIT_TIMEOUT_S, Lifecycle

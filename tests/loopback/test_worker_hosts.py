@@ -20,6 +20,7 @@ from distcollect.net.messages import (
     Message,
     Spawn,
     SupervisorHello,
+    SupervisorWelcome,
     TrainerAddress,
     WorkerSettings,
 )
@@ -45,7 +46,6 @@ def hosts() -> Iterator[WorkerHosts]:
 
 def welcome(hosts: WorkerHosts, connection: Connection) -> None:
     hosts.admit(connection)  # type: ignore[arg-type]
-    hosts.admitted(connection)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("seen_first", ["the end", "the return"])
@@ -85,14 +85,13 @@ def test_the_log_says_which_ranks_are_awaited(
     )
 
 
-def test_nothing_is_sent_to_a_supervisor_before_its_welcome(hosts: WorkerHosts) -> None:
-    connection = Connection(rank=1)
-    hosts.admit(connection)  # type: ignore[arg-type]
+def test_the_welcome_is_sent_before_anything_else(hosts: WorkerHosts) -> None:
+    connection, wanted = Connection(rank=1), Spawn(0, 0, WorkerSettings(), {})
     with pytest.raises(LaunchError, match="worker 0"):
-        hosts.spawn(Spawn(0, 0, WorkerSettings(), {}))
-    hosts.admitted(connection)  # type: ignore[arg-type]
-    hosts.spawn(Spawn(0, 0, WorkerSettings(), {}))
-    assert connection.sent == [Spawn(0, 0, WorkerSettings(), {})]
+        hosts.spawn(wanted)
+    welcome(hosts, connection)
+    hosts.spawn(wanted)
+    assert connection.sent == [SupervisorWelcome(0), wanted]
 
 
 def test_where_to_listen_by_argument_or_by_variable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,4 +182,4 @@ def test_a_scheduler_starts_the_supervisors() -> None:
     assert slots.told == ["1 open", "2 open", "1 closed", "1 open", "0 is given up"]
     hosts.detach()
     assert scheduler.told == [2, "1 joined", "2 joined", "1 left", "1 joined", "end"]
-    assert [type(message) for message in moved.sent] == [Goodbye]
+    assert moved.sent == [SupervisorWelcome(1), Goodbye()]

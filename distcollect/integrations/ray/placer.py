@@ -94,7 +94,7 @@ class RayPlacer:
     def start(
         self, trainer: TrainerAddress, num_workers: int, given_up: Callable[[int, str], None]
     ) -> None:
-        """Create the actors; see :class:`~.placement.Placer`."""
+        """Create the actors; see :class:`~.worker_hosts.Placer`."""
         self._given_up = given_up
         name = f"distcollect-{secrets.token_hex(3)}-worker"
         log.info("asking Ray for %d actor(s), named %s-0 and so on", num_workers, name)
@@ -190,11 +190,11 @@ class RayPlacer:
     # What the trainer's join server sees.
 
     def joined(self, worker_id: int) -> None:
-        """See :class:`~.placement.Placer`."""
+        """See :class:`~.worker_hosts.Placer`."""
         self._enter(worker_id, _State.JOINED)
 
     def left(self, worker_id: int) -> None:
-        """See :class:`~.placement.Placer`."""
+        """See :class:`~.worker_hosts.Placer`."""
         self._enter(worker_id, _State.WAITING)
 
     def _enter(self, worker_id: int, state: _State) -> bool:
@@ -215,7 +215,7 @@ class RayPlacer:
 
     @property
     def is_settled(self) -> bool:
-        """See :class:`~.placement.Placer`."""
+        """See :class:`~.worker_hosts.Placer`."""
         with self._lock:
             if self._in(_State.STARTED):
                 return False
@@ -223,7 +223,7 @@ class RayPlacer:
             return not is_missing or time.monotonic() - self._changed_at >= _SETTLED_S
 
     def missing(self) -> str:
-        """See :class:`~.placement.Placer`."""
+        """See :class:`~.worker_hosts.Placer`."""
         with self._lock:
             joining, waiting = self._in(_State.STARTED), self._in(_State.WAITING)
         parts = []
