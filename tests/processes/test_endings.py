@@ -12,15 +12,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import cloudpickle
-import gymnasium as gym
-import numpy as np
 import pytest
-from gymnasium import spaces
 from helpers.marked import Marked
 from helpers.paths import SCRIPTS
-
-import distcollect as dc
 
 SCRIPT = SCRIPTS / "end_in_some_way.py"
 START_S = 60
@@ -201,65 +195,6 @@ def test_torchrun_is_ended(run: Run, kind: str, number: str, whom: str) -> None:
         pid = program.process.pid if whom == "torchrun" else program.rank0()
         os.kill(pid, signal.Signals[number])
     assert program.end() != 0
-
-
-# Errors on a worker reach the trainer. Here the trainer is this process.
-
-
-class Fragile(gym.Env):
-    """Raises at a given step."""
-
-    observation_space = spaces.Box(0, 1, (1,), np.float64)
-    action_space = spaces.Discrete(2)
-
-    def __init__(self, raises_at: int | None = None) -> None:
-        self._steps = 0
-        self._raises_at = raises_at
-
-    def reset(self, *, seed: int | None = None, options: object = None) -> tuple[np.ndarray, dict]:
-        return np.zeros(1), {}
-
-    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict]:
-        self._steps += 1
-        if self._steps == self._raises_at:
-            self._collapse()
-        return np.zeros(1), 0.0, False, False, {}
-
-    def _collapse(self) -> None:
-        raise ZeroDivisionError("the simulator has collapsed")
-
-
-# Workers can't import test modules, so these travel by value.
-
-
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
-
-
-def collect_on(collector: dc.RPCDataCollector) -> None:
-    while True:
-        collector.next(timeout_s=20)
-
-
-def fragile(context: dc.EnvContext) -> Fragile:
-    broken = (context.worker_id, context.env_index) == (1, 2)
-    return Fragile(raises_at=30 if broken else None)
-
-
-@pytest.mark.parametrize("sync", [True, False])
-def test_an_env_that_raises_is_named(marked: Marked, sync: bool) -> None:
-    with dc.RPCDataCollector(
-        fragile,
-        frames_per_batch=60,
-        num_workers=2,
-        envs_per_worker=3,
-        sync=sync,
-        faults=dc.Faults(max_restarts=0, min_workers=2),
-    ) as collector:
-        with pytest.raises(dc.EnvError, match=r"worker 1: env 2.*has collapsed") as caught:
-            collect_on(collector)
-        assert caught.value.worker_id == 1
-        assert "_collapse" in caught.value.remote_traceback
-    assert marked.gone(END_S), marked.left()
 
 
 def test_no_interrupt_is_lost_and_none_leaves_a_lock_behind() -> None:

@@ -112,13 +112,6 @@ def check_trainers(output, num_workers):
     assert not first & second
 
 
-@pytest.mark.slow  # on three hosts it is a usual test
-def test_two_trainers_by_torchrun():
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    [output] = finish([start([*command, "--nproc-per-node=5", TRAINERS])])
-    check_trainers(output, [2, 1])
-
-
 def test_two_trainers_by_slurm_variables():
     ranks = [start([sys.executable, TRAINERS], **slurm_variables(rank, 1, 4)) for rank in range(4)]
     check_trainers(finish(ranks)[0], [1, 1])

@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 
 import pytest
-from helpers.cgroups import cgroup
 
 from distcollect.launch.cpu_placement import (
     CpuPlacement,
@@ -17,8 +16,6 @@ from distcollect.launch.cpu_placement import (
     read_nodes,
     read_quota,
 )
-
-__all__ = ["cgroup"]
 
 NODES = (tuple(range(8)), tuple(range(8, 16)))
 TWO_NODES = Host(cores=tuple(range(16)), nodes=NODES, online=16)
