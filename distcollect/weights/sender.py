@@ -14,14 +14,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import ALL_COMPLETED, FIRST_EXCEPTION, Future, wait
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 
 from distcollect.common.clock import clock_ns
-from distcollect.common.signals import Wakeup
 from distcollect.common.threads import SerialThread
 from distcollect.common.waiting import missing
 from distcollect.config import WeightSync
@@ -37,109 +36,8 @@ from distcollect.weights.updaters import WeightUpdaterBase
 log = logging.getLogger(__name__)
 
 Answers: TypeAlias = Mapping[int, Future[Any]]  # by worker_id
-
-
-class Transfer:
-    """A payload on its way to several receivers; one thread waits for them.
-
-    Attributes:
-        together: whether it only works if all receivers take part.
-        late: the receivers that give no sign of life, or did not acknowledge in time.
-        sent_ns: when the trainer's part was over; 0: it is not.
-    """
-
-    def __init__(
-        self,
-        transport: Transport,
-        updater: WeightUpdaterBase,
-        push: PlannedPush,
-        answers: Answers,
-        *,
-        together: bool,
-    ) -> None:
-        """Move ``push`` by ``updater``; ``answers`` are the receivers' acknowledgements."""
-        self.together = together
-        self.late: set[int] = set()
-        self.sent_ns = 0
-        self._transport = transport
-        self._updater = updater
-        self._peers = push.peers
-        self._answers = answers
-        self._waited_for = set(answers)
-        self._has_failed = False
-        self._cancels: dict[int, Future[Any]] | None = None  # None: it was not broken off
-        self._changed = Wakeup()
-        for worker_id, answer in answers.items():
-            answer.add_done_callback(partial(self._note_answer, worker_id))
-
-    def _note_answer(self, worker_id: int, answer: Future[Any]) -> None:
-        if answer.exception() is not None:
-            self._has_failed = True
-        self._waited_for.discard(worker_id)
-        self._changed.ring()
-
-    def note_sent(self, *, failed: bool = False) -> None:
-        """Note that the trainer's part is over, or broke off."""
-        if failed:
-            self._has_failed = True
-        self.sent_ns = clock_ns()
-        self._changed.ring()
-
-    def wait(self, patience_s: float, timeout_s: float) -> None:
-        """Wait until each receiver has answered or is late; may begin before the payload is sent.
-
-        If all must take part and one fails or falls silent, such as a stopped process or one of a
-        host that has vanished, the trainer's part ends, and the others are told not to wait for it.
-
-        Args:
-            patience_s: a receiver that does not answer for so long is asked for a sign of life; one
-                that doesn't give it for so long is late.
-            timeout_s: for the acknowledgements once the payload is sent.
-        """
-        while not self._is_over() or self._is_to_end():
-            if self._is_to_end():
-                self._break_off()
-            elif not self._changed.wait_until(
-                lambda: self._is_over() or self._is_to_end(), patience_s
-            ):
-                late = self._silent(patience_s)
-                if self.sent_ns and clock_ns() > self.sent_ns + timeout_s * 1e9:
-                    late = list(self._waited_for)
-                self.late.update(late)
-                self._waited_for.difference_update(late)
-                if late:
-                    self._has_failed = True
-        # Until nothing of it can disturb the next transfer to the same receivers: the end of this
-        # one, on its way to a receiver that is not late, could be taken for the end of the next.
-        cancels = self._cancels or {}
-        missing({w: cancels[w] for w in cancels if w not in self.late}, patience_s)
-
-    def _is_over(self) -> bool:
-        return self.sent_ns > 0 and not self._waited_for
-
-    def _is_to_end(self) -> bool:
-        return self.together and self._has_failed and self._cancels is None
-
-    def _silent(self, patience_s: float) -> Collection[int]:
-        """Return those that give no sign of life; it may merely take long to receive."""
-        signs = {}
-        for worker_id in list(self._waited_for):
-            peer = self._peers[worker_id]
-            if self.sent_ns:
-                signs[worker_id] = self._transport.call(peer, WorkerService.prepare_to_receive)
-            else:  # it may wait for another one
-                signs[worker_id] = self._transport.ping(peer)
-        return missing(signs, patience_s)
-
-    def _break_off(self) -> None:
-        """End the trainer's part, and tell the receivers not to wait for each other."""
-        self._cancels = {}
-        for worker_id, peer in self._peers.items():
-            self._updater.forget(peer)
-            # The member that was to pass the payload on to this one may be gone.
-            if not self._answers[worker_id].done():
-                cancel = self._transport.call(peer, WorkerService.cancel_receiving)
-                self._cancels[worker_id] = cancel
+# Stands for the trainer among the worker_ids of those that a transfer waits for.
+_TRAINER = -1
 
 
 class WeightSender:
@@ -251,8 +149,8 @@ class WeightSender:
         with self._lock:
             self._closed = True
             self._slots.close()
+        self._thread.put(self._watch_thread.close)  # what is under way is still watched
         self._thread.close()
-        self._watch_thread.close()
         self._updater.close()
 
     # On the sender's thread.
@@ -378,22 +276,21 @@ class WeightSender:
         messages = {worker_id: message(source=source) for worker_id, source in sources.items()}
         answers = self._call(push, WorkerService.receive_weights, messages)
         together = data is not None and self._updater.together
-        transfer = Transfer(self._transport, self._updater, push, answers, together=together)
-        waiting = partial(transfer.wait, self._patience_s, self._timeout_s)
-        watching = self._watch_thread.submit(waiting) if together else None
+        sending: Future[None] = Future()
+        watching = self._watch_thread.submit(self._watch, push, answers, sending, together)
         try:
             if data is not None:
                 self._updater.send(data)
-            transfer.note_sent()
+            sending.set_result(None)
         except BaseException as broken:
-            transfer.note_sent(failed=True)
+            sending.set_exception(broken)
             if not isinstance(broken, RuntimeError):
                 raise
             # The acknowledgements will show which receiver failed, and which have it all the same.
             log.info("sending broke off: %s", broken)
-        waiting() if watching is None else watching.result()
+        sent_ns = clock_ns()
+        late = watching.result()
         waited_s = (clock_ns() - begin_ns) / 1e9
-        late = transfer.late
         errors = {w: answer.exception() for w, answer in answers.items() if w not in late}
         # In a group, one that dies or falls silent is the reason for the others' errors.
         has_culprit = (together and bool(late)) or any(
@@ -411,7 +308,76 @@ class WeightSender:
                 self._succeeded(worker_id, push)
             elif isinstance(error, WorkerLost) or not has_culprit:
                 self._failed(worker_id, push, error)
-        return transfer.sent_ns, [w for w, error in errors.items() if error is None]
+        return sent_ns, [w for w, error in errors.items() if error is None]
+
+    # On the watching thread, as sending may have to be broken off.
+
+    def _watch(
+        self, push: PlannedPush, answers: Answers, sending: Future[None], together: bool
+    ) -> Collection[int]:
+        """Wait until the trainer's part is over, and each receiver has answered or is late.
+
+        If all must take part and one fails or falls silent, such as a stopped process or one of a
+        host that has vanished, the trainer's part ends, and the others are told not to wait for it.
+
+        Returns:
+            The receivers that give no sign of life, or did not acknowledge in time.
+        """
+        waited_for: dict[int, Future[Any]] = {**answers, _TRAINER: sending}
+        late: set[int] = set()
+        cancels: Answers | None = None if together else {}
+        sent_ns = 0
+        while waited_for:
+            until = FIRST_EXCEPTION if cancels is None else ALL_COMPLETED
+            ended, _ = wait(waited_for.values(), self._patience_s, until)
+            waited_for = {w: each for w, each in waited_for.items() if each not in ended}
+            if _TRAINER not in waited_for:
+                sent_ns = sent_ns or clock_ns()
+            has_failed = any(each.exception() is not None for each in ended)
+            if not has_failed:
+                silent = self._silent(push, waited_for, sent_ns)
+                late.update(silent)
+                waited_for = {w: each for w, each in waited_for.items() if w not in silent}
+                has_failed = bool(silent)
+            if has_failed and cancels is None:
+                cancels = self._break_off(push, answers)
+        # Until nothing of it can disturb the next transfer to the same receivers: the end of this
+        # one, on its way to a receiver that is not late, could be taken for the end of the next.
+        missing({w: each for w, each in (cancels or {}).items() if w not in late}, self._patience_s)
+        return late
+
+    def _silent(
+        self, push: PlannedPush, waited_for: Collection[int], sent_ns: int
+    ) -> Collection[int]:
+        """Return the receivers that are late; ``sent_ns``: when the trainer's part was over, or 0.
+
+        They give no sign of life for as long as they were waited for. One that gives it may merely
+        take long, but not longer than the push's timeout.
+        """
+        workers = [worker_id for worker_id in waited_for if worker_id != _TRAINER]
+        if sent_ns and clock_ns() > sent_ns + self._timeout_s * 1e9:
+            return workers
+        signs = {}
+        for worker_id in workers:
+            peer = push.peers[worker_id]
+            if sent_ns:
+                signs[worker_id] = self._transport.call(peer, WorkerService.prepare_to_receive)
+            else:  # it may wait for another one
+                signs[worker_id] = self._transport.ping(peer)
+        return missing(signs, self._patience_s)
+
+    def _break_off(self, push: PlannedPush, answers: Answers) -> Answers:
+        """End the trainer's part, and tell the receivers not to wait for each other."""
+        for peer in push.peers.values():
+            self._updater.forget(peer)
+        # The member that was to pass the payload on to one that has not answered may be gone.
+        return {
+            worker_id: self._transport.call(peer, WorkerService.cancel_receiving)
+            for worker_id, peer in push.peers.items()
+            if not answers[worker_id].done()
+        }
+
+    # What becomes of a receiver.
 
     def _succeeded(self, worker_id: int, push: PlannedPush) -> None:
         publication = push.publication
