@@ -46,16 +46,13 @@ class Inputs:
         self.num_envs = len(next(iter(observation.values())))
         self.tensors: Tensors = {}
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._add(observation, copy=False)
+        self.add(observation, copy=False)
 
-    def add(self, arrays: Arrays) -> None:
-        """Add arrays that are rewritten while what the policy returned is still in use.
+    def add(self, arrays: Arrays, *, copy: bool) -> None:
+        """Add arrays; ``copy``: they are rewritten while what the policy returned is still in use.
 
         It may return its inputs, so it always gets copies of these.
         """
-        self._add(arrays, copy=True)
-
-    def _add(self, arrays: Arrays, *, copy: bool) -> None:
         for key, array in arrays.items():
             source = torch.from_numpy(array)
             # Only floats are cast: an integer may be an index, and how to scale a byte image is for
@@ -71,10 +68,6 @@ class Inputs:
         """Update the copies from the arrays."""
         for target, source in self.copies:
             target.copy_(source)
-
-    def entries(self) -> dict[str, Any]:
-        """Return the top-level entries: tensors, or nested dicts of them."""
-        return nested(self.tensors)
 
 
 def moved(policy: nn.Module, device: torch.device) -> nn.Module:
@@ -107,7 +100,7 @@ def calling_convention(
     Raises:
         PolicySignatureError: the policy has a parameter that is no entry of the observation.
     """
-    entries = inputs.entries()
+    entries = nested(inputs.tensors)
     if takes_tensordict(policy):
         template = TensorDict(entries, batch_size=[inputs.num_envs])
 

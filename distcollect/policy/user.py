@@ -59,7 +59,7 @@ class UserPolicy(Policy):
         self._inputs = Inputs(observation, self.module, device)
         self.state = state_of(policy, self._inputs.tensors, self.exploring())
         if self.state is not None:
-            self._inputs.add(self.state.arrays)
+            self._inputs.add(self.state.arrays, copy=True)
         self._call = calling_convention(policy, self._inputs, observation_space)
         if has_lazy_weights(self.module):
             # Its weights have no shape before its first call, and must not be inference tensors.

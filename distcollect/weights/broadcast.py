@@ -136,7 +136,6 @@ class BroadcastUpdater(WeightUpdaterBase):
         self._counter = itertools.count()
         self._store: Any = None
         self._current: tuple[Any, ...] = ()  # the backend and the peers of the last push
-        self._staging: torch.Tensor | None = None
         self._worked: set[tuple[str, int]] = set()  # with which peers each backend has worked
         self._failures: Counter[tuple[str, int]] = Counter()  # with others
         self._told: set[str] = set()  # what the user was told
@@ -214,16 +213,13 @@ class BroadcastUpdater(WeightUpdaterBase):
 
     def send(self, payload: torch.Tensor) -> None:
         first = self._joined[self._current]
-        if payload.is_cuda and not first.on_gpu:
-            if self._staging is None or len(self._staging) != len(payload):
-                self._staging = torch.empty_like(payload, device="cpu", pin_memory=True)
-            payload = self._staging.copy_(payload)
+        if not first.on_gpu:
+            payload = payload.cpu()
         backend, *peers = self._current
         tried = {(backend, peer) for peer in peers}
         try:
             self._groups.broadcast(first, payload)
         except RuntimeError as error:
-            self._staging = None  # the broadcast may go on reading it
             failures = self._failures
             failures.update(tried - self._worked)
             if backend != self._backends[-1].name and _MAX_FAILURES in map(failures.get, tried):

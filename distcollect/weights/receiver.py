@@ -129,13 +129,10 @@ class WeightReceiver:
             torch.cuda.current_stream(buffer.device).synchronize()
 
     def _memory_for(self, push: Push, buffer: torch.Tensor) -> torch.Tensor:
-        """Where the source can write to: for a GPU's weights pinned memory, or the GPU's own."""
+        """Where the source can write to: memory of the CPU, or of the buffer's GPU."""
         device = buffer.device if push.source.on_gpu else torch.device("cpu")
         if (len(self._landing), self._landing.device) != (push.num_bytes, device):
-            pins = buffer.is_cuda and device.type == "cpu"
-            self._landing = torch.empty(
-                push.num_bytes, dtype=torch.uint8, device=device, pin_memory=pins
-            )
+            self._landing = torch.empty(push.num_bytes, dtype=torch.uint8, device=device)
         return self._landing
 
 
