@@ -146,32 +146,27 @@ class RayPlacer:
         """Return why the cluster, with the nodes of now, can never start these actors, in words."""
         nodes = [node["Resources"] for node in ray_cluster.nodes(self._ray)]
         resources = [self._settings.resources(w) for w in range(num_workers)]
-        large = [w for w in worker_ids if not any(fits(resources[w], node) for node in nodes)]
-        if large:
-            wanted = resources[large[0]]
-            most = {name: max((n.get(name, 0.0) for n in nodes), default=0.0) for name in wanted}
-            return (
-                f"no node of the Ray cluster has the {words(wanted)} wanted for {_names(large)} "
-                f"(the most that one has: {words(most)}): Ray can't start them until a larger node "
-                "is added"
-            )
         strategy = self._settings.strategy
-        group = f"placement_group_strategy={strategy!r} puts"
         if strategy == "STRICT_SPREAD" and len(nodes) < num_workers:
             return (
-                f"{group} each of the {num_workers} workers on a node of its own, and the Ray "
-                f"cluster has {len(nodes)}: Ray can't start them until nodes are added; 'SPREAD' "
-                "needs no more nodes"
+                f"placement_group_strategy={strategy!r} puts each of the {num_workers} workers on "
+                f"a node of its own, and the Ray cluster has {len(nodes)}: Ray can't start them "
+                "until nodes are added; 'SPREAD' needs no more nodes"
             )
-        names = dict.fromkeys(name for each in resources for name in each)
-        together = {name: sum(each.get(name, 0.0) for each in resources) for name in names}
-        if strategy == "STRICT_PACK" and not any(fits(together, node) for node in nodes):
-            return (
-                f"{group} all workers on one node, and no node of the Ray cluster has the "
-                f"{words(together)} that they need together: Ray can't start them until a larger "
-                "node is added; 'PACK' needs no such node"
-            )
-        return ""
+        if strategy == "STRICT_PACK":  # one node has to have all that they need together
+            names = dict.fromkeys(name for each in resources for name in each)
+            together = {name: sum(each.get(name, 0.0) for each in resources) for name in names}
+            resources = [together] * num_workers
+        large = [w for w in worker_ids if not any(fits(resources[w], node) for node in nodes)]
+        if not large:
+            return ""
+        wanted = resources[large[0]]
+        most = {name: max((n.get(name, 0.0) for n in nodes), default=0.0) for name in wanted}
+        return (
+            f"no node of the Ray cluster has the {words(wanted)} wanted for {_names(large)} "
+            f"(the most that one has: {words(most)}): Ray can't start them until a larger node "
+            "is added"
+        )
 
     # Called by Ray, on a thread of its own.
 
@@ -233,9 +228,8 @@ class RayPlacer:
             wanted = words(self._settings.resources(waiting[0]))
             available = self._ray.available_resources()
             free = words({n: available.get(n, 0.0) for n in self._settings.resources(waiting[0])})
-            together = ""
-            if self._settings.strategy is not None:
-                together = f", all at the same time, as {self._settings.strategy} asks"
+            strategy = self._settings.strategy
+            together = "" if strategy is None else f", all at the same time, as {strategy} asks"
             parts.append(
                 f"Ray has not started {_names(waiting)} yet ({wanted} wanted for each{together}; "
                 f"free in the whole cluster: {free}); `ray status` shows what is in use"

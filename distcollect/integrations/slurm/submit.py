@@ -15,10 +15,9 @@ from distcollect.integrations.slurm.jobs import COMMAND_TIMEOUT_S, Job, Submitte
 from distcollect.integrations.slurm.task import run_command
 from distcollect.launch.run_folder import ENDED, RunFolder, obstacle, others_may_change
 
-# Types of file systems, as `stat` names them: in memory, which no other host sees, and on a disk of
-# this host, which a small cluster may export to the others.
+# Types of file systems in memory, as `stat` names them. A disk of this host is no reason to refuse
+# a folder: a small cluster may export it to the others.
 _IN_MEMORY = {"tmpfs", "ramfs", "hugetlbfs"}
-_LOCAL = {"ext2/ext3", "xfs", "btrfs", "overlayfs", "zfs", "f2fs", "msdos"}
 _PRIVATE_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # noqa: S108 - only compared with
 
 _EPILOG = """\
@@ -186,34 +185,22 @@ def check_folder(folder: RunFolder, *, trusted: bool) -> None:
         raise ArgumentError(f"{problem}: name another --run-folder")
     if problem := others_may_change(folder.path):
         raise ArgumentError(f"--run-folder {problem}")
-    problem, certain = objection(folder.path)
-    if not problem or trusted:
-        return
-    if certain:
+    if not trusted and (problem := objection(folder.path)):
         raise ArgumentError(
             f"{problem}: the jobs could not find each other there. Name a --run-folder on the "
             "cluster's shared disk, or add --trust-folder if all hosts do see it"
         )
-    print(f"distcollect: {problem}; add --trust-folder if they do", file=sys.stderr)
 
 
-def objection(folder: Path) -> tuple[str, bool]:
-    """Say why other hosts may not see a folder, which need not exist yet.
-
-    Returns:
-        The reason, or "" if there is none; and whether it is certain.
-    """
+def objection(folder: Path) -> str:
+    """Say why other hosts can't see a folder, which need not exist yet; "" if they may."""
     for private in _PRIVATE_FOLDERS:
         if folder.is_relative_to(private):
-            return f"{folder} is in {private}, of which each host has its own", True
+            return f"{folder} is in {private}, of which each host has its own"
     there = next(path for path in (folder, *folder.parents) if path.exists())
     command = ["stat", "--file-system", "--format=%T", str(there)]
     kind = run_command(command, COMMAND_TIMEOUT_S).stdout.strip()
-    if kind in _IN_MEMORY:
-        return f"{folder} is in this host's memory ({kind})", True
-    if kind in _LOCAL:
-        return f"{folder} is on a disk of this host ({kind}), which others may not see", False
-    return "", False
+    return f"{folder} is in this host's memory ({kind})" if kind in _IN_MEMORY else ""
 
 
 def _submit(

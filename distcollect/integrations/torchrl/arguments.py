@@ -40,20 +40,16 @@ _WITHOUT_EFFECT = {
     "tensorpipe_options": "Faults(...) has the deadlines; the rest is chosen here",
     "visible_devices": "set policy_device, and storing_device for where batches are wanted",
 }
-# Refused, unless they are None or False.
-_REFUSED = {
-    "interruptor": "use preemptive_threshold or batch_deadline_s",
-    "ray_init_config": "a RayDataCollector takes it, whose workers Ray starts",
-    "remote_configs": "a RayDataCollector takes it, whose workers Ray starts",
-    "weight_recv_schemes": "workers receive weights by themselves: leave weight_recv_schemes out",
-    "worker_idx": "worker_ids are given out by the collector",
-}
 
 # The collectors inside of a worker that TorchRL needs, and ours do without.
 _INNER_CLASSES = {
     "single", "sync", "async", "Collector", "SyncDataCollector", "MultiSyncCollector",
     "MultiSyncDataCollector", "MultiAsyncCollector", "MultiaSyncDataCollector",
 }  # fmt: skip
+
+
+def _is_nothing(value: Any) -> bool:
+    return value is None or value is False
 
 
 def _is_count(value: Any) -> bool:
@@ -69,6 +65,8 @@ _LAUNCH = (
     "torchrun or SLURM, with `-m distcollect run SCRIPT`, or with distcollect.run(main) in the "
     "script"
 )
+_RAY = "a RayDataCollector takes it, whose workers Ray starts"
+_COUNT = "must be a whole number, 1 or more"
 # Which values are taken, and what is said of others.
 _TAKEN: dict[str, tuple[Callable[[Any], bool], str]] = {
     "reset_when_done": (bool, "envs are always reset when their episode ends"),
@@ -80,13 +78,22 @@ _TAKEN: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: value in (None, False, 1),
         "use 1, for new weights after each batch, or call update_policy_weights_ when you want",
     ),
-    "num_sub_threads": (_is_count, "must be a whole number, 1 or more"),
-    "num_workers_per_collector": (_is_count, "must be a whole number, 1 or more"),
-}
-_TRANSLATED = (
-    "update_after_each_batch", "num_collectors", "replay_buffer_chunk", "create_env_kwargs",
-    "weight_updater",
-)  # fmt: skip
+    "num_sub_threads": (_is_count, _COUNT),
+    "num_workers_per_collector": (_is_count, _COUNT),
+    "interruptor": (_is_nothing, "use preemptive_threshold or batch_deadline_s"),
+    "ray_init_config": (_is_nothing, _RAY),
+    "remote_configs": (_is_nothing, _RAY),
+    "weight_recv_schemes": (
+        lambda value: not value,
+        "workers receive weights by themselves: leave weight_recv_schemes out",
+    ),
+    "worker_idx": (_is_nothing, "worker_ids are given out by the collector"),
+    **dict.fromkeys(
+        ("update_after_each_batch", "num_collectors", "replay_buffer_chunk", "create_env_kwargs",
+         "weight_updater"),
+        (lambda _: True, ""),
+    ),
+}  # fmt: skip
 # Arguments of ours for which TorchRL's -1 means "none".
 _NONE_IF_MINUS_ONE = ("max_frames_per_traj", "init_random_frames", "max_weight_update_interval")
 
@@ -116,8 +123,12 @@ def translated(
             takes, advice = _TAKEN[name]
             if not takes(value):
                 raise ArgumentError(f"{name}={value!r}: {advice}")
-        elif name not in _TRANSLATED:
-            _check_without_effect(name, value, own_names)
+        elif name not in _WITHOUT_EFFECT:
+            raise ArgumentTypeError(unknown_argument(name, own_names))
+        elif value and (advice := _WITHOUT_EFFECT[name]):
+            warnings.warn(
+                f"{name}={value!r} has no effect here: {advice}", stacklevel=users_stack_level()
+            )
     _translate_settings(names, arguments)
     _translate_makers(names, arguments)
     for name in _NONE_IF_MINUS_ONE:
@@ -125,18 +136,6 @@ def translated(
             arguments[name] = None
     _read_numbers(arguments)
     return arguments
-
-
-def _check_without_effect(name: str, value: Any, own_names: Set[str]) -> None:
-    """Warn or raise if an argument asks for something that the collector doesn't do."""
-    advice = _REFUSED.get(name, _WITHOUT_EFFECT.get(name))
-    if advice is None:
-        raise ArgumentTypeError(unknown_argument(name, own_names))
-    if value is None or value is False or value == {} or not advice:
-        return
-    if name in _REFUSED:
-        raise ArgumentError(f"{name}={value!r} makes no sense here: {advice}")
-    warnings.warn(f"{name}={value!r} has no effect here: {advice}", stacklevel=users_stack_level())
 
 
 def _translate_settings(names: Mapping[str, Any], arguments: dict[str, Any]) -> None:

@@ -104,16 +104,13 @@ class TensorDictEngine(EngineBase):
     def _collect(self, slab: FrameSlab, *, random: bool, fresh: bool) -> None:
         self._frames.clear()
         with self._policy.exploring():
-            self._collect_within(slab, random=random)
+            if self._reset_due or self.options.reset_at_each_iter:
+                self._reset()
+            slab.clear()
+            num_steps = self._fill(slab, random=random)
+            self._write(slab, num_steps, random=random, rest=True)
+            slab.finish(num_steps)
         self.step_timer.collected(slab)
-
-    def _collect_within(self, slab: FrameSlab, *, random: bool) -> None:
-        if self._reset_due or self.options.reset_at_each_iter:
-            self._reset()
-        slab.clear()
-        num_steps = self._fill(slab, random=random)
-        self._write(slab, num_steps, random=random, rest=True)
-        slab.finish(num_steps)
 
     def _fill(  # noqa: C901 - calls would cost more than what they do
         self, slab: FrameSlab, *, random: bool
@@ -202,16 +199,16 @@ class TensorDictEngine(EngineBase):
     def _begin_trajectories(self, slab: FrameSlab, step: int, rows: Sequence[int]) -> None:
         for row in rows:
             slab.traj_ids[row, step:] = self._trajectories.new_id(row)
-        self._new_collector()
+        self._collector = self._new_collector()
 
-    def _new_collector(self) -> None:
-        """Make the entries under "collector" that the policy sees; earlier ones may be kept."""
+    def _new_collector(self) -> TensorDict:
+        """The entries under "collector" that the policy sees; earlier ones may be kept."""
         shape = self.envs.batch_size
         ids = torch.from_numpy(self._trajectories.ids.copy()).reshape(shape)
-        self._collector = TensorDict({"traj_ids": ids}, batch_size=shape)
+        return TensorDict({"traj_ids": ids}, batch_size=shape)
 
     def _show_ids(self, td: TensorDictBase) -> None:
-        self._new_collector()
+        self._collector = self._new_collector()
         td.set("collector", self._collector)
 
     def _started(self, td: TensorDictBase) -> TensorDictBase:

@@ -230,18 +230,16 @@ class TorchRLEnvs(Envs):
                 f"{self.name(row)} has batch_size {list(env.batch_size)}, but a list must contain "
                 "single envs: pass it without a list"
             )
-        for mine, theirs, what in (
-            (env.full_action_spec, first.full_action_spec, "actions"),
-            (env.full_observation_spec, first.full_observation_spec, "observations"),
-            (env.full_reward_spec, first.full_reward_spec, "rewards"),
-            (env.full_done_spec, first.full_done_spec, "flags"),
-        ):
+        if env is first:
+            return
+        for name in ("action", "observation", "reward", "done"):
+            mine, theirs = (getattr(each, f"full_{name}_spec") for each in (env, first))
+            shapes, expected = _shapes(mine), _shapes(theirs)
             # The bounds of observations may differ.
-            same = mine == theirs if what == "actions" else _shapes(mine) == _shapes(theirs)
-            if not same:
+            if shapes != expected or (name == "action" and mine != theirs):
                 raise SpaceError(
-                    f"{self.name(row)} has other specs than the first env: {what} "
-                    f"{_shapes(mine)} instead of {_shapes(theirs)}"
+                    f"{self.name(row)} has other specs than the first env: {name}s "
+                    f"{shapes} instead of {expected}"
                 )
 
     def _end(self, env: TorchRLEnv) -> None:

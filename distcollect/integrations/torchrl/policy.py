@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -91,13 +91,11 @@ class TensorDictPolicy:
             self._call = policy
         else:
             self._call = _Wrapped(policy, envs, self.module, exploration)
-        self._written: list[Any] | None = None  # known after the first call
         if has_lazy_weights(self.module):
             # Its weights have no shape before its first call.
             env = envs.members[0]
             with self.exploring():
                 self(env.fake_tensordict().exclude("next", *env.action_keys))
-            self._written = None
 
     @contextlib.contextmanager
     def exploring(self) -> Iterator[None]:
@@ -129,23 +127,9 @@ class TensorDictPolicy:
                 f"the policy was called with a TensorDict and returned {type(output).__name__}: "
                 "it must write its outputs into the TensorDict, or return one"
             )
-        if self._casts and td.device is None and given is not td:
-            output = output.select(*self._keys(output, td), strict=False).to(
-                _device_of(td) or output.device
-            )
-        td.update(output, keys_to_update=self._keys(output, td))
-
-    def _keys(self, output: TensorDictBase, td: TensorDictBase) -> list[Any]:
-        """The keys that the policy writes."""
-        if self._written is None:
-            before = set(td.keys(include_nested=True, leaves_only=True))
-            given = {key: td.get(key) for key in before}
-            self._written = [
-                key
-                for key, value in output.items(include_nested=True, leaves_only=True)
-                if key not in before or _differs(value, given[key])
-            ]
-        return self._written
+        if self._casts and td.device is None:
+            output = output.to(_device_of(td) or output.device)
+        td.update(output)
 
     def try_out(self, td: TensorDictBase) -> TensorDictBase:
         """Call the policy for the first time, with a copy of ``td``.
@@ -228,19 +212,9 @@ def _write(td: TensorDictBase, entries: Iterable[tuple[Any, Any]]) -> None:
         td.set(key, torch.as_tensor(value) if not is_tensor_collection(value) else value)
 
 
-def _differs(one: Any, other: Any) -> bool:
-    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
-        return one is not other
-    return one.shape != other.shape or not torch.equal(one.to(other.device), other)
-
-
 def _device_of(td: TensorDictBase) -> torch.device | None:
-    values: Sequence[Any] = [
-        value
-        for value in td.values(include_nested=True, leaves_only=True)
-        if isinstance(value, torch.Tensor)
-    ]
-    return values[0].device if values else None
+    values = td.values(include_nested=True, leaves_only=True)
+    return next((each.device for each in values if isinstance(each, torch.Tensor)), None)
 
 
 def _add_transforms(envs: TorchRLEnvs, policy: nn.Module) -> None:

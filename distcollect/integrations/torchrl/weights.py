@@ -45,59 +45,46 @@ _NO_SCHEME = "NoWeightSyncScheme"
 _WEIGHTS = ("policy_or_weights", "weights", "policy", "weights_dict")
 
 
-class HookedUpdater(WeightUpdaterBase):
-    """A weight updater that says what is sent, as TorchRL's do; another one moves the bytes.
+def with_hooks(hooks: Any, mover: WeightUpdaterBase) -> WeightUpdaterBase:
+    """Have ``hooks`` say what is sent, and ``mover`` move the bytes; returns ``mover``.
 
-    The methods in :data:`_SAYING` are those of the former, all others those of the latter.
+    Args:
+        hooks: of a class derived from TorchRL's ``WeightUpdaterBase``, or from ours.
+        mover: gets the methods in :data:`_SAYING` of ``hooks``.
+
+    Raises:
+        ArgumentError: ``hooks`` can't be used here.
     """
-
-    def __init__(self, hooks: Any, mover: WeightUpdaterBase) -> None:
-        """Ask ``hooks``, of a class derived from TorchRL's ``WeightUpdaterBase``, or from ours.
-
-        Raises:
-            ArgumentError: ``hooks`` can't be used here.
-        """
-        name = type(hooks).__name__
-        replaced = [method for method in _WHOLE_PUSH if _is_changed(hooks, method)]
-        if replaced or name == _RAY_UPDATER:
-            reason = f"its {replaced[0]}() sends" if replaced else "it sends"
-            raise ArgumentError(
-                f"weight_updater={name}: {reason} the weights to the processes of a TorchRL "
-                "collector, and there are none here. Leave weight_updater out, and the collector "
-                "sends the weights of its policy. If you get weights from elsewhere, derive from "
-                "distcollect.AutoUpdater and return them from _get_server_weights()"
-            )
-        if _package(hooks, "_sync_weights_with_worker") not in ("torchrl", "distcollect"):
-            warnings.warn(
-                f"weight_updater={name}: its _sync_weights_with_worker() is not called, as "
-                "distcollect sends the weights to the workers itself. Its other methods are called",
-                UserWarning,
-                stacklevel=users_stack_level(),
-            )
-        self._mover = mover
-        for method in _SAYING:
-            if method not in _NOT_THEIRS or _package(hooks, method) != "torchrl":
-                setattr(self, method, getattr(hooks, method))
-        for method in ("sources", "send"):
-            setattr(self, method, getattr(mover, method))
-        # Our own classes have more methods than TorchRL's.
-        told = [mover, hooks] if isinstance(hooks, WeightUpdaterBase) else [mover]
+    name = type(hooks).__name__
+    replaced = [method for method in _WHOLE_PUSH if _is_changed(hooks, method)]
+    if replaced or name == _RAY_UPDATER:
+        reason = f"its {replaced[0]}() sends" if replaced else "it sends"
+        raise ArgumentError(
+            f"weight_updater={name}: {reason} the weights to the processes of a TorchRL "
+            "collector, and there are none here. Leave weight_updater out, and the collector "
+            "sends the weights of its policy. If you get weights from elsewhere, derive from "
+            "distcollect.AutoUpdater and return them from _get_server_weights()"
+        )
+    if _package(hooks, "_sync_weights_with_worker") not in ("torchrl", "distcollect"):
+        warnings.warn(
+            f"weight_updater={name}: its _sync_weights_with_worker() is not called, as "
+            "distcollect sends the weights to the workers itself. Its other methods are called",
+            UserWarning,
+            stacklevel=users_stack_level(),
+        )
+    for method in _SAYING:
+        if method not in _NOT_THEIRS or _package(hooks, method) != "torchrl":
+            setattr(mover, method, getattr(hooks, method))
+    if isinstance(hooks, WeightUpdaterBase):  # our own classes have more methods than TorchRL's
         for method in ("attach", "check", "forget", "close"):
-            setattr(self, method, _calls([getattr(each, method) for each in told]))
-
-    @property
-    def together(self) -> bool:  # type: ignore[override]
-        return self._mover.together
-
-    @property
-    def relays(self) -> Mapping[int, int]:  # type: ignore[override]
-        return self._mover.relays
+            setattr(mover, method, _both(getattr(mover, method), getattr(hooks, method)))
+    return mover
 
 
-def _calls(methods: Collection[Callable[..., None]]) -> Callable[..., None]:
+def _both(first: Callable[..., None], second: Callable[..., None]) -> Callable[..., None]:
     def call(*args: Any) -> None:
-        for method in methods:
-            method(*args)
+        first(*args)
+        second(*args)
 
     return call
 
@@ -121,7 +108,7 @@ def made_updater(given: object, backend: str) -> WeightUpdaterBase:
     if isinstance(made, WeightUpdaterBase) and _is_changed(made, "sources"):
         return made
     if _is_updater(made):
-        return HookedUpdater(made, default_updater(backend))
+        return with_hooks(made, default_updater(backend))
     what = "must be derived from distcollect.WeightUpdaterBase, or be a callable that makes one"
     if _is_torchrl(made, "WeightSyncScheme"):
         what = "is a scheme: pass it as weight_sync_schemes={'policy': ...}, or leave it out"
@@ -173,17 +160,16 @@ def weights_among(
     everything = {"policy_or_weights": weights, **names}
     given = {name: everything[name] for name in _WEIGHTS if everything.get(name) is not None}
     model_id = names.get("model_id")
-    by_name: Any = given.get("weights_dict")
-    excluding = [*given, *(["model_id"] if by_name is not None and model_id is not None else [])]
-    if len(excluding) > 1:
+    if "weights_dict" in given and model_id is not None:
+        given["model_id"] = model_id
+    if len(given) > 1:
         raise ArgumentError(
-            f"update_policy_weights_: {' and '.join(excluding)} are given: leave all but one out"
+            f"update_policy_weights_: {' and '.join(given)} are given: leave all but one out"
         )
-    if by_name is None:
-        value = next(iter(given.values()), None)
-        if model_id is None:
-            return value
-        by_name = {model_id: value}
+    [value] = given.values() or [None]
+    if "weights_dict" not in given and model_id is None:
+        return value
+    by_name: Any = value if "weights_dict" in given else {model_id: value}
     if not isinstance(by_name, Mapping):
         raise ArgumentTypeError(f"weights_dict={by_name!r}: must be a dict of weights by name")
     for name in by_name:
