@@ -26,7 +26,7 @@ import distcollect as dc
 from distcollect.policy.live_weights import LiveWeights
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from helpers.gpu_policies import Pixels, ResNet, Where
+from helpers.gpu_policies import Where
 
 REPEATS = 7
 Values = dict[str, Any]
@@ -37,7 +37,6 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--megabytes", type=float, default=200)
-    parser.add_argument("--seconds", type=float, default=3, help="for each rate")
     parser.add_argument("--out", type=Path, help="a file for the figures, written after each")
     parser.add_argument("--one-gpu", action="store_true", help="members share one, if NCCL can")
     parser.add_argument("--member", nargs=2, type=int, metavar=("RANK", "PORT"))
@@ -51,7 +50,6 @@ def main() -> None:
         "raw broadcast": lambda: raw_broadcast(device, num_bytes),
         "push": lambda: pushes(device, num_bytes),
         "pause of the engine": lambda: pause(device, num_bytes),
-        "frames/s of a ResNet": lambda: resnet(device, given.seconds),
     }
     found: Values = {}
     for name, measure in figures.items():
@@ -211,38 +209,6 @@ def pause(device: torch.device, num_bytes: int) -> Values:
         live.apply()
         times.append((time.perf_counter() - begin) * 1e3)
     return {"median_ms": round(statistics.median(times[1:]), 3), "longest_ms": round(max(times), 3)}
-
-
-def rate(collector: Any, seconds: float) -> float:
-    """Frames a second, after a second of warming up."""
-    warm = time.monotonic() + 1
-    while time.monotonic() < warm:
-        collector.next()
-    frames, begin = 0, time.monotonic()
-    while time.monotonic() < begin + seconds:
-        frames += collector.next().numel()
-    return round(frames / (time.monotonic() - begin), 1)
-
-
-def resnet(device: torch.device, seconds: float) -> Values:
-    """Frames a second of a ResNet on images, by where it computes and the number of envs."""
-    values: Values = {}
-    devices = ["cpu", *(["cuda"] if device.type == "cuda" else [])]
-    for kind, num_envs in itertools.product(devices, (1, 16, 64)):
-        with dc.SyncDataCollector(
-            [Pixels] * num_envs, ResNet().to(kind), frames_per_batch=2 * num_envs
-        ) as collector:
-            values[f"{kind}, {num_envs} envs"] = rate(collector, seconds)
-    for kind in devices:
-        with dc.MultiSyncDataCollector(
-            Pixels,
-            ResNet().to(kind),
-            num_workers=4,
-            envs_per_worker=16,
-            frames_per_batch=128,
-        ) as collector:
-            values[f"{kind}, 4 workers of 16 envs"] = rate(collector, seconds)
-    return values
 
 
 if __name__ == "__main__":

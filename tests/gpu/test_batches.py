@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.gpu_policies import Pixels, ResNet
+from helpers.gpu_policies import Pixels, Where
 
 import distcollect as dc
 from distcollect.engine.build import build_engine
@@ -60,7 +60,7 @@ def test_they_are_ready_on_the_stream_of_the_user(gpu: torch.device) -> None:
     with (
         torch.cuda.stream(stream),
         dc.SyncDataCollector(
-            Pixels, ResNet().to(gpu), frames_per_batch=64, storing_device="cuda"
+            Pixels, Where().to(gpu), frames_per_batch=64, storing_device="cuda"
         ) as collector,
     ):
         for _ in range(4):

@@ -67,11 +67,6 @@ class TestPlaces:
             assert current == [torch.device(name).index for name in named]
 
     @pytest.mark.long
-    def test_made_by_a_factory(self, device: torch.device) -> None:
-        with collect(None, policy_factory=partial(_made, str(device))) as collector:
-            push_and_collect(collector, device)
-
-    @pytest.mark.long
     def test_in_this_process(self, device: torch.device) -> None:
         policy = Where().to(device)
         with dc.SyncDataCollector("CartPole-v1", policy, frames_per_batch=8) as collector:
@@ -108,10 +103,6 @@ class TestPlaces:
         first = batch["collector", "traj_ids"][:, :1] == batch["collector", "traj_ids"]
         counted = torch.arange(1, batch.shape[1] + 1).expand(batch.shape)
         assert (batch["seen"][first] == counted[first]).all()
-
-
-def _made(device: str) -> Where:
-    return Where().to(device)
 
 
 def _torchrl_env(device: str) -> Any:

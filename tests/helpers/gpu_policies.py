@@ -78,44 +78,6 @@ class Graphed(nn.Module):
         return self._output
 
 
-class Residual(nn.Module):
-    """Two convolutions, and what they add to."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(channels, channels, 3, padding=1)
-        self.second = nn.Conv2d(channels, channels, 3, padding=1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden: torch.Tensor = self.second(self.first(x.relu()).relu())
-        return x + hidden
-
-
-class ResNet(nn.Module):
-    """A residual network for images of 84 x 84, as IMPALA has it, twice as wide."""
-
-    def __init__(self, num_actions: int = 6) -> None:
-        super().__init__()
-        stages: list[nn.Module] = []
-        before = 4
-        for channels in (32, 64, 64):
-            stages += [
-                nn.Conv2d(before, channels, 3, padding=1),
-                nn.MaxPool2d(3, stride=2, padding=1),
-                Residual(channels),
-                Residual(channels),
-            ]
-            before = channels
-        self.body = nn.Sequential(*stages, nn.ReLU(), nn.Flatten(), nn.LazyLinear(256), nn.ReLU())
-        self.head = nn.Linear(256, num_actions)
-        with torch.no_grad():
-            self(torch.zeros(1, 4, 84, 84, dtype=torch.uint8))
-
-    def forward(self, observation: torch.Tensor) -> torch.Tensor:
-        chosen: torch.Tensor = self.head(self.body(observation.float() / 255)).argmax(-1)
-        return chosen
-
-
 class Pixels(gym.Env[Any, Any]):
     """Four grey images of 84 x 84; a step takes no time."""
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.loopback_pool import loopback_collector
+from helpers.recurrent_policies import Counter
 from tensordict import TensorDict
 from tensordict.nn import (
     InteractionType,
@@ -64,11 +65,21 @@ def tensordict_policy() -> TensorDictSequential:
     )
 
 
+class Leaning(Counter):
+    """Acts by all observations of the episode."""
+
+    def forward(self, observation: Any, frames: Any, total: Any, is_init: Any) -> Any:
+        _, written = super().forward(observation, frames, total, is_init)
+        noise = torch.randn_like(frames)
+        return (written["total"][:, 2] + 0.1 * noise > 0).long(), written
+
+
 POLICIES: dict[str, Callable[[], Any]] = {
     "distribution": lambda: categorical,
     "module": Dropping,
     "callable": lambda: drawing,
     "tensordict": tensordict_policy,
+    "recurrent": Leaning,
 }
 
 

@@ -135,13 +135,21 @@ class TestToWhom:
         [
             ("lagging", ValueError, "max_weight_update_interval"),
             ("nobody", TypeError, "'all', 'last_batch' or 'lagging'"),
+            (2, ValueError, r"no worker \[2\].*\[0, 1\]"),
+            (-1, ValueError, r"no worker \[-1\]"),
+            ([0, 5], ValueError, r"no worker \[5\]"),
+            ([0, 0], ValueError, "each worker once"),
+            ([], ValueError, "at least one"),
+            (True, TypeError, "int or a list"),
         ],
     )
-    def test_bad_names(
-        self, collect: Collect, worker_ids: str, error: type[Exception], message: str
+    def test_workers_that_are_not_there(
+        self, collect: Collect, worker_ids: Any, error: type[Exception], message: str
     ) -> None:
+        collector = collect()
         with pytest.raises(error, match=message):
-            collect().update_policy_weights_(worker_ids=worker_ids)
+            collector.update_policy_weights_(worker_ids=worker_ids)
+        assert collector.policy_version == 0
 
     @pytest.mark.parametrize("sync", [True, False])
     def test_by_itself(self, collect: Collect, sync: bool) -> None:

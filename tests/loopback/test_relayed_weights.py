@@ -25,6 +25,7 @@ class Received:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.kinds: list[str] = []
+        self.backends: set[str] = set()  # of broadcasts
         self._lock = threading.Lock()
         for kind in (broadcast.BroadcastSource, updaters.SharedMemorySource):
             monkeypatch.setattr(kind, "receive", self._counted(kind.__name__, kind.receive))
@@ -33,6 +34,8 @@ class Received:
         def counted(source: Any, target: torch.Tensor, state: dict[str, Any]) -> None:
             with self._lock:
                 self.kinds.append(kind)
+                if kind == "BroadcastSource":
+                    self.backends.add(source.backend)
             receive(source, target, state)
 
         return counted
@@ -128,16 +131,6 @@ def put_on_gpus(collector: dc.RPCDataCollector, *gpus: str) -> None:
     workers.gpus.update(enumerate(gpus))
 
 
-def test_workers_with_gpus_have_a_relay_on_each_host(
-    collector: dc.RPCDataCollector, received: Received
-) -> None:
-    """The trainer has no GPU, so that Gloo is used."""
-    put_on_gpus(collector, "a0", "b0", "a1", "b0", "a1", "c0", "c0")
-    handle = collector.update_policy_weights_(Telling(1))
-    assert handle.acknowledged == dict.fromkeys(range(len(HOSTS)), 1)
-    assert sorted(received.kinds) == ["BroadcastSource"] * 4 + ["SharedMemorySource"] * 3
-
-
 @pytest.fixture
 def between_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The trainer's weights seem to be on a GPU of host a, and there is a backend between GPUs."""
@@ -156,38 +149,25 @@ def between_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 class TestBetweenGpus:
     """With a stand-in for NCCL; worker 0 shares the trainer's GPU."""
 
-    @pytest.fixture
-    def backends(self, monkeypatch: pytest.MonkeyPatch) -> set[str]:
-        """The backends of the broadcasts that were received."""
-        found: set[str] = set()
-        receive = broadcast.BroadcastSource.receive
-
-        def note(source: Any, target: torch.Tensor, state: dict[str, Any]) -> None:
-            found.add(source.backend)
-            receive(source, target, state)
-
-        monkeypatch.setattr(broadcast.BroadcastSource, "receive", note)
-        return found
-
     def test_one_of_each_gpu_is_in_the_broadcast(
-        self, collector: dc.RPCDataCollector, received: Received, backends: set[str]
+        self, collector: dc.RPCDataCollector, received: Received
     ) -> None:
         put_on_gpus(collector, "a0", "b0", "a1", "b0", "a1", "c0", "d0")
         for version in (1, 2):
             received.kinds.clear()
             handle = collector.update_policy_weights_(Telling(version))
             assert handle.acknowledged == dict.fromkeys(range(len(HOSTS)), version)
-            assert backends == {nccl_stand_in.NAME}
+            assert received.backends == {nccl_stand_in.NAME}
             # 0 has the trainer's memory, 3 that of 1, and 4 that of 2.
             assert sorted(received.kinds) == ["BroadcastSource"] * 4 + ["SharedMemorySource"] * 3
             assert versions_told(collector) == [version] * len(HOSTS)
 
     def test_without_a_gpu_for_one_worker_it_is_hosts_again(
-        self, collector: dc.RPCDataCollector, received: Received, backends: set[str]
+        self, collector: dc.RPCDataCollector, received: Received
     ) -> None:
         put_on_gpus(collector, "a0", "b0", "a1", "b1", "a2", "c0", "")
         handle = collector.update_policy_weights_(Telling(1))
         assert handle.acknowledged == dict.fromkeys(range(len(HOSTS)), 1)
-        assert backends == {"gloo"}
+        assert received.backends == {"gloo"}
         # All workers on the trainer's host map its memory.
         assert sorted(received.kinds) == ["BroadcastSource"] * 3 + ["SharedMemorySource"] * 4

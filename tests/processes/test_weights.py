@@ -61,28 +61,6 @@ def test_only_the_selected_get_them(
     assert (handle.version, handle.worker_ids) == (version + 1, tuple(selected))
 
 
-@pytest.mark.parametrize(
-    ("worker_ids", "error", "message"),
-    [
-        (2, ValueError, r"no worker \[2\].*\[0, 1\]"),
-        (-1, ValueError, r"no worker \[-1\]"),
-        ([0, 5], ValueError, r"no worker \[5\]"),
-        ([0, 0], ValueError, "each worker once"),
-        ([], ValueError, "at least one"),
-        ("0", TypeError, "int or a list"),
-        (True, TypeError, "int or a list"),
-    ],
-)
-def test_workers_that_are_not_there(
-    collector: dc.RPCDataCollector, worker_ids: Any, error: type[Exception], message: str
-) -> None:
-    before = collector.policy_version
-    with pytest.raises(error, match=message):
-        collector.update_policy_weights_(Telling(-1), worker_ids=worker_ids)
-    assert collector.policy_version == before
-    versions_of(collector.next())
-
-
 def test_no_action_is_chosen_with_torn_weights(marked: Marked) -> None:
     """Pushes at full rate to varying workers that collect ahead; 8 MB before other weights.
 

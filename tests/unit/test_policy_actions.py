@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import gymnasium as gym
-import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from helpers.counting_envs import ACTIONS, OBSERVATIONS
+from helpers.counting_envs import ACTIONS, OBSERVATIONS, CountingMaker
 from helpers.policy_binding import N, bind, call, observations, pick
 from tensordict import TensorDictBase
 from tensordict.nn import (
@@ -332,52 +330,35 @@ def test_random_policy(action: str) -> None:
     assert str(space.np_random.bit_generator.state) == state, "drawn from the env's own generator"
 
 
-class Robot(gym.Env):
-    """Observes ``robot.arm`` and ``light``."""
-
-    observation_space = spaces.Dict(
-        robot=spaces.Dict(arm=spaces.Box(0, 1, (2,), np.float32)),
-        light=spaces.Box(0, 1, (1,), np.float32),
-    )
-    action_space = spaces.Discrete(2)
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        return self.observation_space.sample(), {}
-
-    def step(self, action: int) -> Any:
-        return self.observation_space.sample(), 0.0, False, False, {}
-
-
 class WithState(nn.Module):
-    """Its state is called ``robot``."""
+    """Its state is called ``inner``."""
 
     def initial_state(self, num_envs: int) -> dict[str, torch.Tensor]:
-        return {"robot": torch.zeros(num_envs, 3)}
+        return {"inner": torch.zeros(num_envs, 3)}
 
-    def forward(self, light: torch.Tensor, robot: torch.Tensor) -> Any:
-        return torch.zeros(len(light), dtype=torch.long), {"robot": robot + 1}
-
-
-def branch_as_an_extra(light: torch.Tensor) -> Any:
-    return torch.zeros(len(light), dtype=torch.long), {"robot": light}
+    def forward(self, place: torch.Tensor, inner: torch.Tensor) -> Any:
+        return _LONG, {"inner": inner + 1}
 
 
-def written_to(key: Any) -> Any:
-    return TensorDictModule(
-        lambda light: (torch.zeros(len(light), dtype=torch.long), light + 1),
-        in_keys=["light"],
-        out_keys=["action", key],
-    )
+def written_to(key: Any) -> TensorDictModule:
+    def act(place: torch.Tensor) -> Any:
+        return torch.zeros(len(place), dtype=torch.int64), place + 1
+
+    return TensorDictModule(act, in_keys=["place"], out_keys=["action", key])
 
 
-@pytest.mark.parametrize("policy", [branch_as_an_extra, written_to("robot"), WithState()])
+@pytest.mark.parametrize(
+    "policy", [lambda place: (_LONG, {"inner": place}), written_to("inner"), WithState()]
+)
 def test_an_entry_cannot_replace_a_branch_of_the_observation(policy: Any) -> None:
-    with pytest.raises(dc.PolicyError, match="'robot', a name that is taken"):
-        dc.SyncDataCollector(Robot, policy, frames_per_batch=2)
+    with pytest.raises(dc.PolicyError, match="'inner', a name that is taken"):
+        call(policy, "dict")
 
 
 def test_an_entry_can_join_a_branch_of_the_observation() -> None:
-    with dc.SyncDataCollector(Robot, written_to(("robot", "seen")), frames_per_batch=4) as made:
-        batch = made.next()
-    assert torch.equal(batch["robot", "seen"], batch["light"] + 1)
-    assert batch["robot", "arm"].shape == (4, 2)
+    maker = CountingMaker(observation="dict")
+    policy = written_to(("inner", "seen"))
+    with dc.SyncDataCollector(maker, policy, frames_per_batch=4) as collector:
+        batch = collector.next()
+    assert torch.equal(batch["inner", "seen"], batch["place"] + 1)
+    assert batch["inner", "echo"].shape == (4,)

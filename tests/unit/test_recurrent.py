@@ -13,7 +13,7 @@ from gymnasium.vector import AutoresetMode
 from helpers.counting_envs import CountingEnv, CountingMaker, CountingVectorEnv
 from helpers.envs import StumblingEnv
 from helpers.loopback_pool import loopback_collector
-from helpers.recurrent_policies import LENGTHS, Counter, N, T, check
+from helpers.recurrent_policies import LENGTHS, Counter, N, T, check, counting_with_tensordict
 from tensordict import TensorDict
 from tensordict.nn import (
     InteractionType,
@@ -61,6 +61,12 @@ def test_the_state_goes_on_and_starts_anew(kind: str) -> None:
     for before, after in pairwise(batches):
         ongoing = ~before["next", "done"][:, -1, 0]
         assert torch.equal(before["next", "total"][ongoing, -1], after["total"][ongoing, 0])
+
+
+def test_a_tensordict_policy_with_a_state() -> None:
+    engine = engine_of(counting_with_tensordict())
+    for _ in range(3):
+        check(collect(engine))
 
 
 @pytest.mark.parametrize("kind", ["plain", "sync-next"])
@@ -262,6 +268,23 @@ def test_a_torchrl_module_reproduces_what_it_gave(
     assert batches[1][state][:, 0].abs().amax() > 0
     ends = batches[0]["next", "done"].squeeze(-1)
     assert (batches[0]["next", state][ends].flatten(1).abs().amax(1) > 0).all()
+
+
+def test_a_learned_start_is_that_of_the_newest_weights() -> None:
+    policy = Counter()
+    envs = CountingMaker("plain", 1, lengths=LENGTHS)
+    with loopback_collector(
+        envs, policy, frames_per_batch=N * T, envs_per_worker=N, num_workers=1, sync=True
+    ) as collector:
+        collector.next(timeout_s=60)
+        with torch.no_grad():
+            policy.first.fill_(5)
+        collector.update_policy_weights_()
+        collector.next(timeout_s=60)
+        batch = collector.next(timeout_s=60)
+    starts = batch["observation"][..., 2] == 0
+    assert starts.any()
+    assert (batch["frames"][starts] == 5).all()
 
 
 class Misfit(Counter):
