@@ -40,9 +40,12 @@ def folders(modules: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (modules / "noise" / "stats.jsonl").write_bytes(b"\xff\xfe\n5\n")
     (modules / "other").mkdir()
     (modules / "other" / "run.json").write_text('{"name": "of another program"}')
-    for name, num_tasks in (("run", 1), ("ended", 2)):
+    for name, num_tasks in (("unsubmitted", 1), ("run", 1), ("ended", 2)):
         settings = {"command": [], "num_tasks": num_tasks, "num_workers": 0, "patience_s": 1.0}
-        RunFolder(modules / name).create(settings)
+        folder = RunFolder(modules / name)
+        folder.create(settings)
+        if name != "unsubmitted":
+            folder.write("jobs/7.json", {"id": 7, "trains": True, "submitted": 0})
     RunFolder(modules / "ended").tell(ENDED, why="it is done")
 
 

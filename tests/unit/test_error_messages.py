@@ -75,7 +75,7 @@ COMMANDS: list[tuple[str, str]] = [
     ("report noise", "noise/stats.jsonl holds no snapshots.*try again.*name a folder"),
     ("status .", "holds no run.*Name the folder that it printed"),
     ("status other", "other holds no run.*Name the folder that it printed"),
-    ("status run", "none of the run's jobs was submitted.*submit it again"),
+    ("status unsubmitted", "none of the run's jobs was submitted.*submit it again"),
     ("cancel five.py", "five.py holds no run.*Name the folder that it printed"),
     ("submit", "no script given"),
     ("submit no.py", "no.py is not a file: name the training script"),
