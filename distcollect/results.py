@@ -318,20 +318,18 @@ def _read(default: Any, given: Any) -> Any:
     """Make a value like ``default`` of what JSON has of it, where null stands for NaN."""
     if not is_dataclass(default):
         return math.nan if given is None else given
-    read = {}
-    for each in fields(default):
-        if each.name not in given:
-            continue
-        value = given[each.name]
-        if each.name == "metrics":
-            value = {name: _read(math.nan, number) for name, number in value.items()}
-        elif each.name == "workers":
-            value = {int(w): _read(WorkerStats(), worker) for w, worker in value.items()}
-        elif each.name == "env_faults" and isinstance(default, Stats):
-            value = tuple(_read(EnvFault(), fault) for fault in value)
-        elif isinstance(default, Lags):
-            value = {int(lag): count for lag, count in value.items()}
-        read[each.name] = _read(getattr(default, each.name), value)
+    known = vars(default)
+    read = {name: _read(known[name], value) for name, value in given.items() if name in known}
+    if "metrics" in read:
+        read["metrics"] = {name: _read(math.nan, mean) for name, mean in read["metrics"].items()}
+    if isinstance(default, Lags):
+        read = {"frames": {int(lag): count for lag, count in given.get("frames", {}).items()}}
+    elif isinstance(default, Stats):
+        worker = WorkerStats()
+        workers = given.get("workers", {}).items()
+        read["workers"] = {int(worker_id): _read(worker, each) for worker_id, each in workers}
+        faults = given.get("env_faults", ())
+        read["env_faults"] = tuple(_read(EnvFault(), fault) for fault in faults)
     return type(default)(**read)
 
 

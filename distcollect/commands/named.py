@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import importlib
 import inspect
@@ -11,7 +12,7 @@ import pickle
 import sys
 import warnings
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,19 +33,23 @@ def import_from_here() -> None:
         sys.path.insert(0, str(Path.cwd()))
 
 
+@contextlib.contextmanager
+def _refusing(problem: str, remedy: str) -> Iterator[None]:
+    """Turn any exception into an ArgumentError that says so."""
+    try:
+        yield
+    except Exception as error:
+        raise ArgumentError(f"{problem} ({type(error).__name__}: {error}): {remedy}") from error
+
+
 def tried_env(name: str, make: Callable[[], Any]) -> Any:
     """Make the env that ``--env`` names.
 
     Raises:
         ArgumentError: it can't be made here.
     """
-    try:
+    with _refusing(f"--env {name} can't be made here", "install what it needs, or name another"):
         return make()
-    except Exception as error:
-        raise ArgumentError(
-            f"--env {name} can't be made here ({type(error).__name__}: {error}): install what it "
-            "needs, or name another"
-        ) from error
 
 
 def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
@@ -113,10 +118,8 @@ def named_policy(given: str | None, weights: Path | None = None, *, trust: bool)
 
 def _read(option: str, file: str | Path) -> tuple[bytes, str]:
     """Return what is in a file, and its digest."""
-    try:
+    with _refusing(f"{option} {file} can't be read", "name a file that you may read"):
         data = Path(file).read_bytes()
-    except OSError as error:
-        raise ArgumentError(f"{option} {file} can't be read: {error.strerror}") from error
     return data, f"sha256:{hashlib.sha256(data).hexdigest()}"
 
 
@@ -175,13 +178,9 @@ def _unpickled(file: str, data: bytes, *, trust: bool) -> Any:
             f"--policy {file} is a pickle, which can run any code when it is loaded: add "
             "--trust-policy if you know where it comes from, or save the policy by torch.jit.save"
         )
-    try:
+    remedy = "the modules that define it must be importable from here"
+    with _refusing(f"--policy {file} can't be loaded", remedy):
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
-    except Exception as error:
-        raise ArgumentError(
-            f"--policy {file} can't be loaded ({type(error).__name__}: {error}): the modules that "
-            "define it must be importable from here"
-        ) from error
 
 
 def _imported(given: str) -> Any:
@@ -192,13 +191,9 @@ def _imported(given: str) -> Any:
             f"--policy {given}: there is no such file; give one, or MODULE:NAME for what a module "
             "defines"
         )
-    try:
+    remedy = "it is searched for in this folder and in PYTHONPATH"
+    with _refusing(f"--policy {given}: module {module_name!r} can't be imported", remedy):
         module = importlib.import_module(module_name)
-    except Exception as error:
-        raise ArgumentError(
-            f"--policy {given}: module {module_name!r} can't be imported ({type(error).__name__}: "
-            f"{error}); it is searched for in this folder and in PYTHONPATH"
-        ) from error
     if not hasattr(module, name):
         origin = getattr(module, "__file__", "built in")
         raise ArgumentError(
@@ -237,11 +232,6 @@ def _load_weights(policy: object, file: Path, given: str) -> str:
     except Exception as error:
         # Without torch's message, which recommends an option that would run code from the file.
         raise ArgumentError(f"--weights {file} is no file of weights: {wanted}") from error
-    try:
+    with _refusing(f"--weights {file} can't be loaded into {given}", wanted):
         policy.load_state_dict(state)
-    except Exception as error:
-        raise ArgumentError(
-            f"--weights {file} can't be loaded into {given} ({type(error).__name__}: {error}); "
-            f"{wanted}"
-        ) from error
     return digest

@@ -24,6 +24,7 @@ from distcollect.policy.live_weights import LiveWeights
 from distcollect.policy.weight_layout import published
 from distcollect.rollout.layout import Layout
 from distcollect.rollout.slabs import AnySlab
+from distcollect.telemetry.step_timer import StepTimer
 
 # Why the frames of a rollout are lost, by what ended it: the first that it is.
 _CAUSES: dict[type[BaseException], str] = {
@@ -66,7 +67,7 @@ class EngineBase(ABC):
             published(plan.policy, plan.models), plan.exclude, keeps_each=plan.exact_version
         )
         self.counter = counter or StepCounter()
-        self.step_timer = plan.step_timer(envs.num_envs)
+        self.step_timer = StepTimer(envs.num_envs, plan.metrics, traces=plan.traces)
         self.recovery = EnvRecovery(envs, self.counter, plan.max_env_faults)
         self.interrupts = Interrupts()
         self._reset_due = False

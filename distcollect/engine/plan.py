@@ -12,7 +12,6 @@ from torch import nn
 from distcollect.errors import PolicyError
 from distcollect.policy.base import Exploration
 from distcollect.rollout.spaces import Key
-from distcollect.telemetry.step_timer import StepTimer, TracingStepTimer
 
 
 @dataclass(frozen=True)
@@ -73,11 +72,6 @@ class WorkerPlan:
     clip_actions: bool = False
     swap_within_rollouts: bool = True
     exact_version: bool = False
-
-    def step_timer(self, num_envs: int) -> StepTimer:
-        """What measures the time that steps take, and records the episodes."""
-        kind = TracingStepTimer if self.traces else StepTimer
-        return kind(num_envs, self.metrics)
 
     def with_policy_made(self) -> WorkerPlan:
         """The same plan with the policy that ``policy_factory`` makes, if there is a factory.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from distcollect.errors import ArgumentError
 from distcollect.results import Stats, WorkerStats
@@ -60,6 +60,37 @@ def figures(stats: Stats) -> dict[str, float]:
     return {name: value for name, value in values.items() if not math.isnan(value)}
 
 
+# Of a metric: its name and description, and pairs of labels and values.
+_Family: TypeAlias = tuple[str, str, list[tuple[dict[str, str], float]]]
+
+
+def _families(stats: Stats) -> Iterator[_Family]:
+    """Make all metrics of a snapshot."""
+    workers = {str(worker_id): worker for worker_id, worker in stats.workers.items()}
+
+    def of_workers(label: str, parts: Callable[[WorkerStats], Mapping[str, float]]) -> Any:
+        return [
+            ({"worker": w, label: name}, value)
+            for w, worker in workers.items()
+            for name, value in parts(worker).items()
+        ]
+
+    for name, (about, of) in {**_COUNTERS, **_GAUGES}.items():
+        yield name, about, [({}, of(stats))]
+    for name, (about, of_worker) in _OF_WORKERS.items():
+        values = [({"worker": w}, of_worker(each)) for w, each in workers.items()]
+        yield f"worker_{name}", f"{about}, by worker", values
+    about = "Mean of a metric over the last episodes"
+    for name, episodes in (("episode", stats.episodes), ("evaluation", stats.evaluation)):
+        means = [({"metric": metric}, value) for metric, value in episodes.metrics.items()]
+        yield f"{name}_metric", about, means
+    yield "worker_episode_metric", f"{about}, by worker", of_workers("metric", lambda w: w.metrics)
+    shares = [({"activity": name}, value) for name, value in vars(stats.trainer).items()]
+    yield "trainer_share", "Share of the time of the trainer's thread, by what it did", shares
+    about = "Share of a worker's time, by what it did"
+    yield "worker_share", about, of_workers("activity", lambda worker: vars(worker.times))
+
+
 class StatsCollector:
     """Turns the newest snapshot into metrics whenever a registry asks for them."""
 
@@ -68,59 +99,18 @@ class StatsCollector:
         self._latest = latest
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics; none before the first batch was asked for."""
+        """All metrics; none before the first batch was asked for. Unknown values are left out."""
         from prometheus_client import metrics_core as core  # noqa: PLC0415 - an extra
 
         stats = self._latest()
-        if stats is None:
-            return
-        workers = {str(worker_id): worker for worker_id, worker in stats.workers.items()}
-
-        def family(
-            name: str, about: str, samples: Iterable[tuple[Mapping[str, str], float]]
-        ) -> Any:
-            """A metric, with a sample for each set of labels whose value is known."""
+        for name, about, samples in () if stats is None else _families(stats):
             is_counter = name.removeprefix("worker_") in _COUNTERS
             kind: Any = core.CounterMetricFamily if is_counter else core.GaugeMetricFamily
             known = [(labels, value) for labels, value in samples if not math.isnan(value)]
             made = kind(f"distcollect_{name}", about, labels=list(known[0][0]) if known else ())
             for labels, value in known:
                 made.add_metric(list(labels.values()), value)
-            return made
-
-        for name, (about, of) in {**_COUNTERS, **_GAUGES}.items():
-            yield family(name, about, [({}, of(stats))])
-        for name, (about, of_worker) in _OF_WORKERS.items():
-            samples = [({"worker": w}, of_worker(each)) for w, each in workers.items()]
-            yield family(f"worker_{name}", f"{about}, by worker", samples)
-        for name, about, metrics in (
-            ("episode_metric", "Mean of a metric over the last episodes", stats.episodes.metrics),
-            ("evaluation_metric", "The same, last evaluation", stats.evaluation.metrics),
-        ):
-            yield family(name, about, [({"metric": m}, value) for m, value in metrics.items()])
-        yield family(
-            "worker_episode_metric",
-            "Mean of a metric over the last episodes, by worker",
-            [
-                ({"worker": w, "metric": metric}, value)
-                for w, each in workers.items()
-                for metric, value in each.metrics.items()
-            ],
-        )
-        yield family(
-            "trainer_share",
-            "Share of the time of the trainer's thread, by what it did",
-            [({"activity": name}, value) for name, value in vars(stats.trainer).items()],
-        )
-        yield family(
-            "worker_share",
-            "Share of a worker's time, by what it did",
-            [
-                ({"worker": w, "activity": name}, value)
-                for w, each in workers.items()
-                for name, value in vars(each.times).items()
-            ],
-        )
+            yield made
 
 
 class Prometheus:

@@ -30,7 +30,7 @@ _MOST_OTHERS = 64
 
 
 class StepTimer:
-    """Measures how long an engine spends on what.
+    """Measures how long an engine spends on what, and keeps spans for a trace if there is one.
 
     Attributes:
         env_ns, policy_ns, swap_ns, rests: see :class:`WorkReport`.
@@ -38,8 +38,16 @@ class StepTimer:
         stride: how many steps a timed step counts for.
     """
 
-    def __init__(self, num_envs: int, metrics: Mapping[str, Key] | None = None) -> None:
-        """For ``num_envs`` envs; ``metrics``: see :class:`~distcollect.Monitor`."""
+    def __init__(
+        self, num_envs: int, metrics: Mapping[str, Key] | None = None, *, traces: bool = False
+    ) -> None:
+        """Make one for an engine.
+
+        Args:
+            num_envs: number of envs.
+            metrics: see :class:`~distcollect.Monitor`.
+            traces: keep spans.
+        """
         self.env_ns = 0
         self.policy_ns = 0
         self.swap_ns = 0
@@ -56,11 +64,26 @@ class StepTimer:
         self._finished: tuple[list[float], list[int]] = ([], [])
         self._metrics = metrics or {}
         self._values: dict[str, tuple[float, ...]] | None = None
+        self._traces = traces
+        self._num_begun = 0
+        self._version = 0
+        self._keeps_steps = False
+        self._steps: list[tuple[int, int, int]] = []
+        self._others: deque[Span] = deque(maxlen=_MOST_OTHERS)
+        self._received: deque[Span] = deque(maxlen=_MOST_OTHERS)
 
     def begin(self) -> None:
         """A rollout begins."""
         if self.due > _STRIDE:
             self.due = 0  # the last rollout was interrupted
+        if self._traces:
+            number, self._num_begun = self._num_begun, self._num_begun + 1
+            is_whole = number < _WHOLE_ROLLOUTS
+            if is_whole:
+                self.due, self.stride = 0, 1
+            self._keeps_steps = is_whole or number % _EVERY_ROLLOUT == 0
+            self._steps.clear()
+            self._others.clear()
         now = self._began_at = clock_ns()
         self._cpu_at = time.thread_time_ns()
         if self._ended_at is not None:
@@ -81,21 +104,39 @@ class StepTimer:
         """A step was timed: the policy up to ``middle``, then envs; it counts ``stride`` times."""
         self.policy_ns += (middle - begin) * stride
         self.env_ns += (end - middle) * stride
+        if self._keeps_steps:
+            self._steps.append((begin, middle, end))
 
     def swapped(self, begin: int, end: int, version: int) -> None:
         """The newest weights were swapped in; they have this version."""
         self.swap_ns += end - begin
+        if version != self._version:
+            self._version = version
+            self._others.append((STEPS, f"swap in version {version}", begin, end))
 
     def was_reset(self, begin: int, end: int) -> None:
         """All envs were reset."""
         self.env_ns += end - begin
+        self._others.append((STEPS, "reset", begin, end))
 
     def received(self, version: int, begin: int, end: int) -> None:
         """Weights were received; called by the thread that receives them."""
+        self._received.append((WEIGHTS, f"receive version {version}", begin, end))
 
     def spans(self) -> tuple[Span, ...]:
-        """The spans of the last rollout, whose tensors are ready; empty without a trace."""
-        return ()
+        """Return the spans of the last rollout, whose tensors are ready; none without a trace."""
+        if not self._traces or self._ended_at is None:
+            return ()
+        spans = [
+            (STEPS, ROLLOUT, self._began_at, self._ended_at),
+            (STEPS, "hand over", self._ended_at, clock_ns()),
+            *self._others,
+        ]
+        for begin, middle, end in self._steps[:: 1 + len(self._steps) // _MOST_STEPS]:
+            spans += [(STEPS, "policy", begin, middle), (STEPS, "env", middle, end)]
+        while self._received:
+            spans.append(self._received.popleft())
+        return tuple(spans)
 
     def collected(self, slab: AnySlab, rests: tuple[int, ...] = ()) -> None:
         """A rollout is complete; ``rests``: see :class:`WorkReport`."""
@@ -128,61 +169,6 @@ class StepTimer:
         self._busy_ns = self.env_ns = self.policy_ns = self.swap_ns = 0
         self._wait_ns = self._cpu_ns = 0
         return report
-
-
-class TracingStepTimer(StepTimer):
-    """A StepTimer that also keeps spans for a trace."""
-
-    def __init__(self, num_envs: int, metrics: Mapping[str, Key] | None = None) -> None:
-        super().__init__(num_envs, metrics)
-        self._num_begun = 0
-        self._version = 0
-        self._keeps_steps = False
-        self._steps: list[tuple[int, int, int]] = []
-        self._others: deque[Span] = deque(maxlen=_MOST_OTHERS)
-        self._received: deque[Span] = deque(maxlen=_MOST_OTHERS)
-
-    def begin(self) -> None:
-        number, self._num_begun = self._num_begun, self._num_begun + 1
-        is_whole = number < _WHOLE_ROLLOUTS
-        if is_whole:
-            self.due, self.stride = 0, 1
-        self._keeps_steps = is_whole or number % _EVERY_ROLLOUT == 0
-        self._steps.clear()
-        self._others.clear()
-        super().begin()
-
-    def timed(self, begin: int, middle: int, end: int, stride: int) -> None:
-        super().timed(begin, middle, end, stride)
-        if self._keeps_steps:
-            self._steps.append((begin, middle, end))
-
-    def swapped(self, begin: int, end: int, version: int) -> None:
-        super().swapped(begin, end, version)
-        if version != self._version:
-            self._version = version
-            self._others.append((STEPS, f"swap in version {version}", begin, end))
-
-    def was_reset(self, begin: int, end: int) -> None:
-        super().was_reset(begin, end)
-        self._others.append((STEPS, "reset", begin, end))
-
-    def received(self, version: int, begin: int, end: int) -> None:
-        self._received.append((WEIGHTS, f"receive version {version}", begin, end))
-
-    def spans(self) -> tuple[Span, ...]:
-        if self._ended_at is None:
-            return ()
-        spans = [
-            (STEPS, ROLLOUT, self._began_at, self._ended_at),
-            (STEPS, "hand over", self._ended_at, clock_ns()),
-            *self._others,
-        ]
-        for begin, middle, end in self._steps[:: 1 + len(self._steps) // _MOST_STEPS]:
-            spans += [(STEPS, "policy", begin, middle), (STEPS, "env", middle, end)]
-        while self._received:
-            spans.append(self._received.popleft())
-        return tuple(spans)
 
 
 class Episodes:

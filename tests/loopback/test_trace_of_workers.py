@@ -21,7 +21,7 @@ from helpers.trace_checks import (
 
 import distcollect as dc
 from distcollect.rollout.header import Span
-from distcollect.telemetry.step_timer import TracingStepTimer
+from distcollect.telemetry.step_timer import StepTimer
 from distcollect.telemetry.trace import STEPS, WEIGHTS
 
 SKEW = 5 * 86_400 * 1_000_000_000  # ns: the clock of a host that started days earlier
@@ -33,12 +33,12 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers can't imp
 def test_workers_are_on_the_trainers_time_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    noted = TracingStepTimer.spans
+    noted = StepTimer.spans
 
-    def on_another_host(recorder: TracingStepTimer) -> tuple[Span, ...]:
+    def on_another_host(recorder: StepTimer) -> tuple[Span, ...]:
         return tuple((thread, name, b - SKEW, e - SKEW) for thread, name, b, e in noted(recorder))
 
-    monkeypatch.setattr(TracingStepTimer, "spans", on_another_host)
+    monkeypatch.setattr(StepTimer, "spans", on_another_host)
     path = tmp_path / "trace.json"
     collector = loopback_collector(
         "CartPole-v1",

@@ -130,13 +130,10 @@ def curves(about: str, given: Sequence[Curve], end_s: float, *, from_zero: bool 
 
 def _path(curve: Curve, x: _Scale, y: _Scale) -> str:
     steps: list[str] = []
-    is_down = False
-    for point in curve.at:
+    for point, before in zip(curve.at, [None, *curve.at], strict=False):
         if point is not None:
-            steps.append(f"{'L' if is_down else 'M'}{x(point[0]):.1f} {y(point[1]):.1f}")
-            if not is_down:
-                steps.append("h0")  # a point alone is a dot
-        is_down = point is not None
+            at = f"{x(point[0]):.1f} {y(point[1]):.1f}"
+            steps.append(f"L{at}" if before else f"M{at}h0")  # a point alone is a dot
     return f'<path class="curve {escape(curve.style)}" d="{"".join(steps)}"/>'
 
 

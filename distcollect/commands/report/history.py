@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from distcollect.errors import ArgumentError
-from distcollect.results import EnvFault, Lags, Stats
+from distcollect.results import EnvFault, Lags, Stats, WorkerStats
 from distcollect.telemetry.stats_file import STATS_FILE, Snapshot, opened, snapshots
 
 # What follows the name of a metric: so no figure has the name of another.
@@ -37,7 +38,7 @@ class History:
     Attributes:
         begun_at: when it began, in seconds since 1970.
         collector: name of the last collector's class.
-        points: by time, the names and values of figures (None: not measured), with the time "t_s"
+        points: by time, the names and values of figures (NaN: not measured), with the time "t_s"
             in seconds since the run began; None in place of a point separates two collectors.
         metrics: the figures that are metrics of episodes.
         spans: maps a worker_id to its states.
@@ -57,7 +58,7 @@ class History:
 
     begun_at: float = 0.0
     collector: str = ""
-    points: list[Mapping[str, float | None] | None] = field(default_factory=list)
+    points: list[Mapping[str, float] | None] = field(default_factory=list)
     metrics: set[str] = field(default_factory=set)
     spans: dict[int, list[Span]] = field(default_factory=lambda: defaultdict(list))
     changes: Counter[str] = field(default_factory=Counter)
@@ -76,7 +77,7 @@ class History:
     @property
     def end_s(self) -> float:
         """Time of the last snapshot, in seconds since the run began."""
-        return max((point["t_s"] or 0.0 for point in self.points if point), default=0.0)
+        return max((point["t_s"] for point in self.points if point), default=0.0)
 
     @property
     def total_delivered(self) -> int:
@@ -107,109 +108,91 @@ def history_of(given: Iterable[Snapshot], *, per_point: int = 1) -> History:
     One of ``per_point`` of them makes a point, and so does the last one of each collector.
     """
     history = History()
-    last: Snapshot | None = None
-    plotted: Snapshot | None = None  # the last one of this collector that made a point
     faults: set[EnvFault] = set()
-    begun_s = t_s = 0.0  # begin of a collector, and time of its last snapshot
+    last: Stats | None = None
+    plotted: Stats | None = None  # the last one of this collector that made a point
+    writer, begun_s, t_s = None, 0.0, 0.0  # of a collector: its id, begin, and last snapshot's time
     for number, snapshot in enumerate(given, start=1):
-        elapsed_s = snapshot.get("elapsed_s", 0.0)
+        stats, at, of = Stats.from_dict(snapshot), snapshot["time"], snapshot.get("collector_id")
         if last is None:
-            history.begun_at = snapshot["time"] - elapsed_s
-        elif _is_of_another(snapshot, last):
+            history.begun_at = at - stats.elapsed_s
+        elif of != writer or stats.elapsed_s < last.elapsed_s:
             _settle(history, t_s, last, plotted)
             history.points.append(None)
             last = plotted = None
-            begun_s = max(t_s, snapshot["time"] - elapsed_s - history.begun_at)
+            begun_s = max(t_s, at - stats.elapsed_s - history.begun_at)
         since_s = begun_s if last is None else t_s
         # By elapsed_s, which only rises: a host's clock may be set back.
-        t_s = begun_s + elapsed_s
-        _note_workers(history, since_s, t_s, snapshot, last)
-        faults.update(Stats.from_dict({"env_faults": snapshot.get("env_faults", ())}).env_faults)
-        last = snapshot
+        t_s = begun_s + stats.elapsed_s
+        _note_workers(history, since_s, t_s, stats, last)
+        faults.update(stats.env_faults)
         if number % per_point == 0:
-            _add_point(history, t_s, snapshot, plotted)
-            plotted = snapshot
+            _add_point(history, t_s, stats, plotted)
+            plotted = stats
+        last, writer = stats, of
+        history.bottleneck = snapshot.get("bottleneck", "")
     history.env_faults = sorted(faults, key=lambda fault: fault.time)
     if last is not None:
         _settle(history, t_s, last, plotted)
-        history.collector = last.get("collector", "")
-        history.bottleneck = str(last.get("bottleneck", ""))
-        history.ended = bool(last.get("ended"))
+        history.collector, history.ended = last.collector, last.ended
     return history
 
 
-def _is_of_another(snapshot: Snapshot, last: Snapshot) -> bool:
-    """Return True if another collector wrote this snapshot."""
-    ids = snapshot.get("collector_id"), last.get("collector_id")
-    return ids[0] != ids[1] or snapshot.get("elapsed_s", 0.0) < last.get("elapsed_s", 0.0)
-
-
-def _add_point(history: History, t_s: float, snapshot: Snapshot, last: Snapshot | None) -> None:
-    lags = Lags(_lags(snapshot) - (_lags(last) if last is not None else Counter()))
-    episodes = snapshot.get("episodes", {})
-    metrics = {f"{name}{OF_EPISODES}": mean for name, mean in episodes.get("metrics", {}).items()}
+def _add_point(history: History, t_s: float, stats: Stats, last: Stats | None) -> None:
+    lags = Lags(Counter(stats.lag.frames) - Counter(last.lag.frames if last is not None else ()))
+    metrics = {f"{name}{OF_EPISODES}": mean for name, mean in stats.episodes.metrics.items()}
     history.metrics.update(metrics)
     history.points.append(
         {
             **metrics,
             "t_s": t_s,
-            "frames per second": snapshot["frames_per_s"],
-            "episode return": episodes.get("mean_return"),
-            "episode length": episodes.get("mean_length"),
-            "mean lag": lags.mean if lags.frames else None,
-            "highest lag": lags.max if lags.frames else None,
+            "frames per second": stats.frames_per_s,
+            "episode return": stats.episodes.mean_return,
+            "episode length": stats.episodes.mean_length,
+            "mean lag": lags.mean if lags.frames else math.nan,
+            "highest lag": lags.max if lags.frames else math.nan,
         }
     )
 
 
-def _lags(snapshot: Snapshot) -> Counter[int]:
-    return Counter({int(lag): n for lag, n in snapshot.get("lag", {}).get("frames", {}).items()})
-
-
 def _note_workers(
-    history: History, since_s: float, t_s: float, snapshot: Snapshot, last: Snapshot | None
+    history: History, since_s: float, t_s: float, stats: Stats, last: Stats | None
 ) -> None:
-    before = last.get("workers", {}) if last is not None else {}
-    for name, worker in snapshot.get("workers", {}).items():
-        spans, known = history.spans[int(name)], before.get(name, {})
-        state = worker.get("state", "ready")
+    """Note the states of workers, and what has changed since the last snapshot."""
+    for worker_id, worker in stats.workers.items():
+        spans, state = history.spans[worker_id], worker.state
         if last is not None:
+            known = last.workers.get(worker_id, WorkerStats(state="joining"))
             # At the end of a collector all workers leave, which is no change.
-            state = known.get("state", "joining") if snapshot.get("ended") else state
-            for change in _changes(known, {**worker, "state": state}):
-                history.changes[change] += 1
-                if change == "lost" != state:
+            state = known.state if stats.ended else state
+            was_there = known.state in ("ready", "suspected")
+            # A worker may be lost and replaced between two snapshots.
+            replaced = worker.num_restarts > known.num_restarts
+            if state == "left" != known.state:
+                history.changes["left"] += 1
+            elif was_there and (state in ("lost", "joining") or replaced):
+                history.changes["lost"] += 1
+                was_there = False
+                if state != "lost":
                     spans.append(Span(since_s, since_s, "lost"))
+            if state == "ready" and not was_there:
+                history.changes["joined"] += 1
         if spans and spans[-1].state == state and spans[-1].end_s >= since_s:
             spans[-1] = spans[-1]._replace(end_s=t_s)
         else:
             spans.append(Span(since_s, t_s, state))
 
 
-def _changes(known: Mapping[str, Any], worker: Mapping[str, Any]) -> Iterator[str]:
-    was, state = known.get("state", "joining"), worker.get("state", "ready")
-    was_there = was in ("ready", "suspected")
-    replaced = worker.get("num_restarts", 0) > known.get("num_restarts", 0)
-    if state == "left" != was:
-        yield "left"
-    # A worker may be lost and replaced between two snapshots.
-    elif was_there and (state in ("lost", "joining") or replaced):
-        yield "lost"
-        was_there = False
-    if state == "ready" and not was_there:
-        yield "joined"
-
-
-def _settle(history: History, t_s: float, last: Snapshot, plotted: Snapshot | None) -> None:
+def _settle(history: History, t_s: float, last: Stats, plotted: Stats | None) -> None:
     """Add the counts of a collector's last snapshot, and a point unless it has made one."""
     if plotted is not last:
         _add_point(history, t_s, last, plotted)
-    history.elapsed_s += last.get("elapsed_s", 0.0)
-    history.lags.update(_lags(last))
-    history.restarts += last.get("num_restarts", 0)
-    history.num_env_faults += last.get("num_env_faults", 0)
-    history.episodes += last.get("episodes", {}).get("count", 0)
-    for name, worker in last.get("workers", {}).items():
-        history.delivered[int(name)] += worker.get("frames", 0)
-        history.lost[int(name)].update(worker.get("lost", {}))
-        history.may_be_lost[int(name)] += worker.get("may_be_lost", 0)
+    history.elapsed_s += last.elapsed_s
+    history.lags.update(last.lag.frames)
+    history.restarts += last.num_restarts
+    history.num_env_faults += last.num_env_faults
+    history.episodes += last.episodes.count
+    for worker_id, worker in last.workers.items():
+        history.delivered[worker_id] += worker.frames
+        history.lost[worker_id].update(worker.lost)
+        history.may_be_lost[worker_id] += worker.may_be_lost

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Collection, Iterable, Sequence
 from html import escape
@@ -74,7 +75,7 @@ def page(history: History, name: str) -> str:
 def _tiles(history: History) -> str:
     lost = sum(sum(causes.values()) for causes in history.lost.values())
     rate = history.total_delivered / history.elapsed_s if history.elapsed_s else 0.0
-    returns = [p["episode return"] for p in history.points if p and p["episode return"] is not None]
+    returns = [point[1] for point in _curve("episode return", "a", history).at if point]
     tiles = {
         "frames delivered": short(history.total_delivered),
         "frames/s, on average": short(rate),
@@ -92,13 +93,8 @@ def _tiles(history: History) -> str:
 
 def _curve(name: str, style: str, history: History, figure: str = "") -> Curve:
     """Return a figure over time; where it is not known, as without a batch, the curve goes on."""
-    at: list[tuple[float, float] | None] = []
-    for point in history.points:
-        if point is None:
-            at.append(None)
-        elif (value := point.get(figure or name)) is not None:
-            at.append((point["t_s"] or 0.0, value))
-    return Curve(name, style, at)
+    at = [point and (point["t_s"], point.get(figure or name, math.nan)) for point in history.points]
+    return Curve(name, style, [each for each in at if each is None or not math.isnan(each[1])])
 
 
 def _curves(history: History) -> list[str]:
