@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
 import importlib
 import inspect
@@ -12,7 +11,7 @@ import pickle
 import sys
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ import torch
 from torch import nn
 
 from distcollect.commands.argtypes import declare
+from distcollect.common.checks import refusing
 from distcollect.errors import ArgumentError
 
 
@@ -33,22 +33,14 @@ def import_from_here() -> None:
         sys.path.insert(0, str(Path.cwd()))
 
 
-@contextlib.contextmanager
-def _refusing(problem: str, remedy: str) -> Iterator[None]:
-    """Turn any exception into an ArgumentError that says so."""
-    try:
-        yield
-    except Exception as error:
-        raise ArgumentError(f"{problem} ({type(error).__name__}: {error}): {remedy}") from error
-
-
 def tried_env(name: str, make: Callable[[], Any]) -> Any:
     """Make the env that ``--env`` names.
 
     Raises:
         ArgumentError: it can't be made here.
     """
-    with _refusing(f"--env {name} can't be made here", "install what it needs, or name another"):
+    remedy = "install what it needs, or name another"
+    with refusing(f"--env {name} can't be made here", remedy, Exception):
         return make()
 
 
@@ -118,7 +110,7 @@ def named_policy(given: str | None, weights: Path | None = None, *, trust: bool)
 
 def _read(option: str, file: str | Path) -> tuple[bytes, str]:
     """Return what is in a file, and its digest."""
-    with _refusing(f"{option} {file} can't be read", "name a file that you may read"):
+    with refusing(f"{option} {file} can't be read", "name a file that you may read"):
         data = Path(file).read_bytes()
     return data, f"sha256:{hashlib.sha256(data).hexdigest()}"
 
@@ -179,7 +171,7 @@ def _unpickled(file: str, data: bytes, *, trust: bool) -> Any:
             "--trust-policy if you know where it comes from, or save the policy by torch.jit.save"
         )
     remedy = "the modules that define it must be importable from here"
-    with _refusing(f"--policy {file} can't be loaded", remedy):
+    with refusing(f"--policy {file} can't be loaded", remedy, Exception):
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
 
 
@@ -192,7 +184,7 @@ def _imported(given: str) -> Any:
             "defines"
         )
     remedy = "it is searched for in this folder and in PYTHONPATH"
-    with _refusing(f"--policy {given}: module {module_name!r} can't be imported", remedy):
+    with refusing(f"--policy {given}: module {module_name!r} can't be imported", remedy, Exception):
         module = importlib.import_module(module_name)
     if not hasattr(module, name):
         origin = getattr(module, "__file__", "built in")
@@ -232,6 +224,6 @@ def _load_weights(policy: object, file: Path, given: str) -> str:
     except Exception as error:
         # Without torch's message, which recommends an option that would run code from the file.
         raise ArgumentError(f"--weights {file} is no file of weights: {wanted}") from error
-    with _refusing(f"--weights {file} can't be loaded into {given}", wanted):
+    with refusing(f"--weights {file} can't be loaded into {given}", wanted, Exception):
         policy.load_state_dict(state)
     return digest

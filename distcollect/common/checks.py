@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -14,6 +15,16 @@ import torch
 from distcollect.errors import ArgumentError, ArgumentTypeError
 
 T = TypeVar("T")
+
+
+@contextlib.contextmanager
+def refusing(problem: str, remedy: str, errors: type[Exception] = OSError) -> Iterator[None]:
+    """Turn errors of a kind into an ArgumentError: the problem, the error, and what to do."""
+    try:
+        yield
+    except errors as error:
+        why = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+        raise ArgumentError(f"{problem} ({why}): {remedy}") from error
 
 
 def plain(value: Any) -> Any:

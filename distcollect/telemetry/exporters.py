@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from distcollect.errors import ArgumentError
+from distcollect.common.checks import refusing
 from distcollect.results import Stats, WorkerStats
 
 if TYPE_CHECKING:
@@ -129,23 +129,16 @@ class Prometheus:
         Raises:
             ArgumentError: the port is taken, or prometheus_client is not installed.
         """
-        try:
+        given = f"Monitor(prometheus_port={port})"
+        remedy = "install it with pip install 'distcollect[prometheus]'"
+        with refusing(f"{given} lacks a package", remedy, ImportError):
             from prometheus_client import CollectorRegistry, start_http_server  # noqa: PLC0415
-
-            # Not the default registry, which has metrics of the user's process.
-            registry = CollectorRegistry()
-            registry.register(StatsCollector(latest))
+        # Not the default registry, which has metrics of the user's process.
+        registry = CollectorRegistry()
+        registry.register(StatsCollector(latest))
+        remedy = "name another port, or 0 for any that is free"
+        with refusing(f"{given}: can't listen there", remedy):
             self._server, self._thread = start_http_server(port, "127.0.0.1", registry)
-        except ImportError as error:
-            raise ArgumentError(
-                f"Monitor(prometheus_port={port}): {error}; install it with "
-                "pip install 'distcollect[prometheus]'"
-            ) from error
-        except OSError as error:
-            raise ArgumentError(
-                f"Monitor(prometheus_port={port}): can't listen there ({error.strerror}); name "
-                "another port, or 0 for any that is free"
-            ) from error
         self.port: int = self._server.server_address[1]
         log.info("metrics for Prometheus: http://127.0.0.1:%d/metrics", self.port)
 
@@ -170,13 +163,9 @@ class TensorBoard:
         Raises:
             ArgumentError: tensorboard is not installed.
         """
-        try:
+        remedy = "install it with pip install 'distcollect[tensorboard]'"
+        with refusing("Monitor(tensorboard=True) lacks a package", remedy, ImportError):
             from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - an extra
-        except ImportError as error:
-            raise ArgumentError(
-                f"Monitor(tensorboard=True): {error}; install it with "
-                "pip install 'distcollect[tensorboard]'"
-            ) from error
         self.every_s = every_s
         self._events: Any = SummaryWriter(str(folder))
 

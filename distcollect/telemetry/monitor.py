@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+from distcollect.common.checks import refusing
 from distcollect.config import Monitor
-from distcollect.errors import ArgumentError, ArgumentTypeError
+from distcollect.errors import ArgumentTypeError
 from distcollect.results import Stats
 from distcollect.telemetry.bottleneck import find_bottleneck
 from distcollect.telemetry.display import (
@@ -96,16 +97,12 @@ class MonitorThread:
         add = self._writers.append
         if options.run_dir is not None:
             folder = Path(options.run_dir)
-            try:
+            problem = f"Monitor(run_dir={str(folder)!r}): can't be written to"
+            with refusing(problem, "name another folder"):
                 folder.mkdir(parents=True, exist_ok=True)
                 add(JsonLines(folder / STATS_FILE, options.every_s))
                 if options.tensorboard:
                     add(TensorBoard(folder, options.every_s))
-            except OSError as error:
-                raise ArgumentError(
-                    f"Monitor(run_dir={str(folder)!r}): can't be written to ({error.strerror}); "
-                    "name another folder"
-                ) from error
         if options.prometheus_port is not None:
             add(Prometheus(options.prometheus_port, self._now))
         if options.callback is not None:

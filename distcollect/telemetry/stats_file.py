@@ -19,6 +19,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from distcollect.common.checks import refusing
 from distcollect.errors import ArgumentError
 from distcollect.results import Stats
 from distcollect.telemetry.bottleneck import find_bottleneck
@@ -120,13 +121,9 @@ def opened(file: Path) -> Iterator[BinaryIO]:
     Raises:
         ArgumentError: it can't be read.
     """
-    try:
-        with file.open("rb") as lines:
-            yield lines
-    except OSError as error:
-        raise ArgumentError(
-            f"{file} can't be read ({error.strerror}): name a run's folder that you may read"
-        ) from error
+    remedy = "name a run's folder that you may read"
+    with refusing(f"{file} can't be read", remedy), file.open("rb") as lines:
+        yield lines
 
 
 def snapshots(lines: Iterable[bytes]) -> Iterator[Snapshot]:

@@ -21,8 +21,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from distcollect.common.checks import refusing
 from distcollect.common.threads import SerialThread
-from distcollect.errors import ArgumentError, ArgumentTypeError
+from distcollect.errors import ArgumentTypeError
 from distcollect.rollout.header import Span
 
 log = logging.getLogger(__name__)
@@ -130,13 +131,9 @@ class Trace:
         """
         if not isinstance(path, str | os.PathLike):
             raise ArgumentTypeError(f"trace={path!r}: must be the path of a file")
-        try:
+        remedy = "name a file in a folder that exists and that you may write to"
+        with refusing(f"trace={str(path)!r} can't be written", remedy):
             self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115 - see _finish
-        except OSError as error:
-            raise ArgumentError(
-                f"trace={str(path)!r} can't be written ({error.strerror}): name a file in a folder "
-                "that exists and that you may write to"
-            ) from error
         self._path = path
         self._left = max_events
         self._closed = False

@@ -27,7 +27,7 @@ def test_a_collector_that_could_not_be_made_gives_its_port_back() -> None:
         dc.SyncDataCollector("CartPole-v1", frames_per_batch=4, envs_per_worker=0, monitor=options)
     # The traceback of the error keeps the collector alive.
     with dc.SyncDataCollector("CartPole-v1", frames_per_batch=4, monitor=options) as collector:
-        with pytest.raises(dc.ArgumentError, match=r"in use\); name another port, or 0"):
+        with pytest.raises(dc.ArgumentError, match=r"in use\): name another port, or 0"):
             dc.SyncDataCollector("CartPole-v1", frames_per_batch=4, monitor=options)
         url = f"http://127.0.0.1:{options.prometheus_port}/metrics"
         assert urllib.request.urlopen(url, timeout=20).read() == b""

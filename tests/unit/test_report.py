@@ -205,4 +205,4 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Besides those in ``test_error_messages.py``."""
     (tmp_path / "stats.jsonl").write_text(json.dumps(snapshot(1)) + "\n")
     assert cli.main(["report", str(tmp_path), "--out", str(tmp_path)]) == 2
-    assert "Is a directory; name another file" in capsys.readouterr().err
+    assert "(Is a directory): name another file" in capsys.readouterr().err

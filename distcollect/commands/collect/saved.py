@@ -21,6 +21,7 @@ import tensordict
 import torch
 from tensordict import TensorDict
 
+from distcollect.common.checks import refusing
 from distcollect.common.files import replacing
 from distcollect.errors import ArgumentError, CollectorStateError
 
@@ -62,21 +63,18 @@ class SavedFrames:
         self._mapped: TensorDict | None = None
         self._files: list[int] = []
         with contextlib.ExitStack() as opened:
-            try:
+            with refusing(f"--out {folder} can't be a folder of frames", "name another"):
                 folder.mkdir(parents=True, exist_ok=True)
                 lock = os.open(folder, os.O_RDONLY)
                 opened.callback(os.close, lock)
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    raise CollectorStateError(
+                        f"--out {folder}: another process is writing there; wait for it, or name "
+                        "another"
+                    ) from None
                 self._read()
-            except BlockingIOError:
-                raise CollectorStateError(
-                    f"--out {folder}: another process is writing there; wait for it, or name "
-                    "another"
-                ) from None
-            except OSError as error:
-                raise ArgumentError(
-                    f"--out {folder} can't be a folder of frames ({error.strerror}): name another"
-                ) from error
             if not self.is_complete:
                 self.resumes += bool(self.frames)
                 self.record()
@@ -176,20 +174,19 @@ class SavedFrames:
                 )
             _check_names(flat)
             frames = flat[:1].expand(self.num_frames).memmap_like(self.folder)
+        problem = f"--out {self.folder}: no room for {self.num_frames:,} frames"
         try:
-            for path in sorted(self.folder.rglob("*.memmap")):
-                file = os.open(path, os.O_RDWR)
-                self._opened.callback(os.close, file)
-                self._files.append(file)
-                # Otherwise a write to the map would kill this process when the disk is full.
-                os.posix_fallocate(file, 0, path.stat().st_size)
-        except OSError as error:
+            with refusing(problem, "take fewer, or another disk"):
+                for path in sorted(self.folder.rglob("*.memmap")):
+                    file = os.open(path, os.O_RDWR)
+                    self._opened.callback(os.close, file)
+                    self._files.append(file)
+                    # Otherwise a write to the map would kill this process when the disk is full.
+                    os.posix_fallocate(file, 0, path.stat().st_size)
+        except ArgumentError:
             if not self.frames:
                 self._discard()
-            raise ArgumentError(
-                f"--out {self.folder}: no room for {self.num_frames:,} frames ({error.strerror}): "
-                "take fewer, or another disk"
-            ) from error
+            raise
         return frames
 
     def record(self) -> None:
@@ -201,16 +198,12 @@ class SavedFrames:
         names = ("frames", "resumes", "next_traj_id")
         numbers = {name: getattr(self, name) for name in names}
         record = {"format": _FORMAT, **numbers, "settings": self._settings}
-        try:
+        remedy = "once it can, the same command continues from the frames that were recorded before"
+        with refusing(f"--out {self.folder} can't be written", remedy):
             for file in self._files:
                 os.fdatasync(file)
             with replacing(self.folder / RECORD, self.folder / _DRAFT) as draft:
                 draft.write(json.dumps(record, indent=1).encode())
-        except OSError as error:
-            raise ArgumentError(
-                f"--out {self.folder} can't be written ({error.strerror}): once it can, the same "
-                "command continues from the frames that were recorded before"
-            ) from error
         self._recorded_at = time.monotonic()
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from distcollect.commands.argtypes import declare
 from distcollect.commands.report.history import read
 from distcollect.commands.report.page import page
-from distcollect.errors import ArgumentError
+from distcollect.common.checks import refusing
 from distcollect.telemetry.stats_file import STATS_FILE, stats_file
 
 
@@ -30,9 +30,7 @@ def run(given: argparse.Namespace) -> int:
     file = stats_file(given.folder)
     out = given.out or file.parent / "report.html"
     text = page(read(file), file.resolve().parent.name)
-    try:
+    with refusing(f"--out {out} can't be written", "name another file"):
         out.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ArgumentError(f"--out {out}: {error.strerror}; name another file") from error
     print(f"distcollect report: {out}", file=sys.stderr)
     return 0
