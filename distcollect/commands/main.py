@@ -13,36 +13,18 @@ from collections.abc import Sequence
 from distcollect.errors import DistCollectError
 from distcollect.version import __version__
 
-# name: (module with add_arguments(parser) and run(arguments) -> exit status, a line of help)
+# The module of each, with add_arguments(parser) and run(arguments) -> exit status; a line of help.
 _COMMANDS = {
-    "bench": (
-        "distcollect.commands.bench",
-        "compare collectors with a bare loop, for an env and a policy of yours",
-    ),
-    "cancel": (
-        "distcollect.integrations.slurm.cancel",
-        "cancel the jobs of a run on a SLURM cluster",
-    ),
-    "collect": (
-        "distcollect.commands.collect.command",
-        "collect frames of an env and write them to disk",
-    ),
-    "doctor": ("distcollect.commands.doctor.command", "find out why hosts don't connect"),
-    "report": ("distcollect.commands.report.command", "make an HTML page about a run"),
-    "run": (
-        "distcollect.commands.run_script",
-        "run a script that does not call distcollect.run, under torchrun or srun",
-    ),
-    "status": (
-        "distcollect.integrations.slurm.status",
-        "show the jobs of a run on a SLURM cluster",
-    ),
-    "submit": (
-        "distcollect.integrations.slurm.submit",
-        "submit a training script to a SLURM cluster",
-    ),
-    "top": ("distcollect.commands.top", "show the state of a run, from its run_dir"),
-    "worker": ("distcollect.commands.worker", "start a worker that joins a running trainer"),
+    "bench": ("commands.bench", "compare collectors with a bare loop, for an env and a policy"),
+    "cancel": ("integrations.slurm.cancel", "cancel the jobs of a run on a SLURM cluster"),
+    "collect": ("commands.collect.command", "collect frames of an env and write them to disk"),
+    "doctor": ("commands.doctor.command", "find out why hosts don't connect"),
+    "report": ("commands.report.command", "make an HTML page about a run"),
+    "run": ("commands.run_script", "run a script without distcollect.run, under torchrun or srun"),
+    "status": ("integrations.slurm.status", "show the jobs of a run on a SLURM cluster"),
+    "submit": ("integrations.slurm.submit", "submit a training script to a SLURM cluster"),
+    "top": ("commands.top", "show the state of a run, from its run_dir"),
+    "worker": ("commands.worker", "start a worker that joins a running trainer"),
 }
 
 INTERRUPTED = 130  # what a shell reports for Ctrl-C
@@ -61,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, (module_name, about) in _COMMANDS.items():
         command = commands.add_parser(name, help=about, description=about)
         if given[:1] == [name]:
-            module = importlib.import_module(module_name)
+            module = importlib.import_module(f"distcollect.{module_name}")
             module.add_arguments(command)
             command.set_defaults(run=module.run)
     if not given:
