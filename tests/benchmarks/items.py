@@ -159,10 +159,7 @@ _NATIVE = (
     *(f"envpool-{name}" for name in ("cartpole-16", "cartpole-256", "cartpole-1024", "pong")),
     *("envpool-cheetah", "envpool-ant"),
 )
-_TORCHRL_KINDS = (
-    *("cartpole", "pendulum", "serial", "parallel", "transformed", "batched", "gru", "lstm"),
-    *("cartpole-cheap", "pendulum-cheap", "batched-cheap"),
-)
+_TORCHRL_KINDS = "cartpole", "pendulum", "serial", "parallel"
 _UNEVEN = {
     "loop": Part("bare loop, 4 envs at a time", "native:run_uneven_loop", needs=_ENVPOOL),
     "async": Part("aSyncDataCollector, the same", "native:run_uneven", {}, "loop", _ENVPOOL),
