@@ -125,17 +125,6 @@ def test_sac_bootstraps_unless_terminated(sac: ModuleType) -> None:
     assert target.flatten().tolist() == pytest.approx([1, 2 + sac.GAMMA * 10])
 
 
-def test_sac_follows_slowly(sac: ModuleType) -> None:
-    learner = sac.Learner()
-    old, new = (critics.bodies[0][0].bias for critics in (learner.target_critics, learner.critics))
-    with torch.no_grad():
-        old.zero_()
-        new.fill_(1.0)
-    learner.follow()
-    assert torch.allclose(old, torch.tensor(sac.TARGET_RATE))
-    assert torch.equal(new, torch.ones_like(new))
-
-
 def test_impala_runs(tmp_path: Path, impala: ModuleType) -> None:
     sizes = ("--envs-per-worker", 2, "--frames-per-batch", 40, "--total-frames", 400)
     done = run_example("train_impala", "--game", "breakout", *sizes, "--out", tmp_path)

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from helpers.example_runs import TORCHRUN, changed, metrics, rows_of, run_example
+from helpers.example_runs import TORCHRUN, changed, rows_of, run_example
 from tensordict import TensorDict
 
 pytest.importorskip("matplotlib")
@@ -114,17 +114,3 @@ def test_target_not_reached(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert done.stdout.startswith("not solved")
     assert "Traceback" not in done.stderr
-
-
-def test_stops_at_the_target(tmp_path: Path) -> None:
-    done = run_example("train_ppo", "--solved-at", 15, "--require-solved", "--out", tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("solved")
-    rows = metrics(tmp_path)
-    assert rows[-1]["episodes"] >= 100 > rows[-2]["episodes"]
-
-
-def test_frames_must_divide(tmp_path: Path) -> None:
-    done = run_example("train_ppo", "--num-workers", 7, "--out", tmp_path)
-    assert done.returncode == 1
-    assert done.stderr.rstrip().endswith("952 or 980 would do")

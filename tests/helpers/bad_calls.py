@@ -258,6 +258,7 @@ ARGUMENTS: list[Row] = [
     (lambda: monitored(run_dir=f"{__file__}/runs"), ARGUMENT, "Not a directory", "another folder"),
     (lambda: monitored(prometheus_port=PORT), ARGUMENT, f"={PORT}.*in use", "another port, or 0"),
     (lambda: sync(trace="/no/such/trace.json"), ARGUMENT, "/no/such/trace.json", "that exists"),
+    (lambda: sync(trace=5), KIND, "trace=5", "path of a file"),
     (lambda: dc.Checkpoint("/"), ARGUMENT, "nothing to save", "policy=policy"),
     (lambda: dc.Checkpoint(step=3), KIND, "step=int: has no state_dict", "have both"),  # type: ignore[arg-type]
     (lambda: saves(__file__ + "/c.pt"), ARGUMENT, "bad_calls.py is a file", "another file"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import time
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -60,27 +59,6 @@ def test_stats_of_a_collector(kind: bool | None, tmp_path: Path) -> None:
     (line,) = (tmp_path / "stats.jsonl").read_text().splitlines()
     assert Stats.from_dict(json.loads(line)) == told[0] == stats
     assert json.loads(line)["bottleneck"] == str(collector.bottleneck())
-
-
-def test_prometheus_and_what_a_callback_breaks(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "distcollect")
-
-    def broken(stats: Stats) -> None:
-        raise OSError("no room left")
-
-    monitor = dc.Monitor(prometheus_port=0, callback=broken, every_s=0.01)
-    with dc.SyncDataCollector(CountdownEnv, frames_per_batch=10, monitor=monitor) as collector:
-        for _ in range(3):
-            collector.next()
-        (address,) = [r.args[0] for r in caplog.records if "Prometheus" in r.msg]
-        url = f"http://127.0.0.1:{address}/metrics"
-        with urllib.request.urlopen(url, timeout=10) as answer:
-            text = answer.read().decode()
-    assert "distcollect_frames_total 30.0\n" in text
-    assert 'distcollect_worker_up{worker="0"} 1.0\n' in text
-    assert sum("no room left" in str(record.exc_info) for record in caplog.records) == 1
-    with pytest.raises(OSError, match="refused"):
-        urllib.request.urlopen(url, timeout=10)
 
 
 class StumblesFor:

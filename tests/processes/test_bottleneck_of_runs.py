@@ -65,12 +65,6 @@ def collect(collector: Any, *, num_batches: int, train_s: float = 0.0, push: Any
     return collector.bottleneck().bound
 
 
-@pytest.mark.parametrize("env", [{"spin_s": 0.003}, {"sleep_s": 0.003}], ids=["spins", "sleeps"])
-def test_bound_by_envs(env: dict[str, float]) -> None:
-    collector = dc.SyncDataCollector(lambda: Env(**env), Policy(), frames_per_batch=30)
-    assert collect(collector, num_batches=6) == "env"
-
-
 def test_bound_by_the_policy() -> None:
     collector = dc.SyncDataCollector(Env, Policy(size=2000), frames_per_batch=30)
     assert collect(collector, num_batches=4) == "policy"

@@ -18,7 +18,7 @@ from benchmarks.windows import NotEnough, frames_per_s
 from gymnasium import spaces
 from tensordict import TensorDictBase
 
-from distcollect.commands.bench import BareLoop, Measured, table
+from distcollect.commands.bench import BareLoop
 
 
 class Counted(gym.Env[Any, Any]):
@@ -66,17 +66,6 @@ def test_the_bare_loop_takes_random_actions_and_chooses_the_length_of_rollouts()
     loop = BareLoop(lambda: gym.make("CartPole-v1"), None, 2)
     assert 8 <= loop.num_steps <= 512
     loop.close()
-
-
-def test_table() -> None:
-    sizes = [
-        Measured(0, 16, 100, 2e4, 1.8e4, [0.9, 0.8, 1.0], "env", "Bound by the envs."),
-        Measured(2, 1, 100, 4e3, 3e3, [0.75], "policy", "Bound by the policy."),
-    ]
-    _, first, second, _, *notes = table(sizes).splitlines()
-    assert " ".join(first.split()) == "in process 16 20,000 18,000 0.90 0.80 .. 1.00 env"
-    assert " ".join(second.split()) == "2 1 4,000 3,000 0.75 0.75 .. 0.75 policy"
-    assert notes[1] == "2 worker(s), 1 env(s): Bound by the policy."
 
 
 # What follows is about tests/benchmarks.

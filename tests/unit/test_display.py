@@ -37,6 +37,9 @@ def test_what_the_display_has() -> None:
     ):
         assert part in text
     assert re.search(r"^1 +joining +50 +0 +80% +0% +20% +1 +0$", text, re.MULTILINE)
+    rest = "trainer waits 75%, workers 20%, lost: worker_lost 12, at most 9 more, 1 restarts"
+    assert log_line(replace(STATS, may_be_lost=9)).endswith(rest)
+    assert "(0%), years to go" in log_line(replace(STATS, total_frames=sys.maxsize))
 
 
 FAULTS = tuple(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-import sys
 import threading
 from typing import Any
 
@@ -27,7 +26,6 @@ from distcollect.results import (
 from distcollect.rollout.header import NO_WORK, Header, WorkReport
 from distcollect.rollout.layout import Layout
 from distcollect.rollout.slab import Slab
-from distcollect.telemetry.display import log_line
 from distcollect.telemetry.exporters import StatsCollector
 from distcollect.telemetry.recorder import StatsRecorder
 from distcollect.telemetry.step_timer import Episodes
@@ -233,25 +231,3 @@ def test_exposition_describes_each_metric_and_has_each_sample_once() -> None:
     samples = [line.rsplit(maxsplit=1) for line in lines if not line.startswith("#")]
     assert len({name for name, _ in samples}) == len(samples)
     assert all(math.isfinite(float(value)) for _, value in samples)
-
-
-def test_log_line() -> None:
-    endless = Stats(frames=9, total_frames=sys.maxsize, frames_per_s=0.1)
-    assert "(0%), years to go" in log_line(endless)
-    stats = Stats(
-        frames=500,
-        total_frames=1000,
-        frames_per_s=100,
-        mean_frames_per_s=90,
-        lag=Lags({1: 500}),
-        episodes=EpisodeStats(3, 10.5, 20.0, 9.0, 12.0),
-        trainer=TrainerTimes(collect=0.5, train=0.5),
-        lost={"stale": 40},
-        may_be_lost=9,
-        num_restarts=2,
-    )
-    assert log_line(stats) == (
-        "500 of 1,000 frames (50%), 0:00:05 to go, 100 frames/s now, 90 on average, 3 episodes, "
-        "return 10.5 (9 to 12), length 20, lag 1 (at most 1), trainer waits 50%, workers 0%, "
-        "lost: stale 40, at most 9 more, 2 restarts"
-    )
