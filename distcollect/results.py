@@ -6,7 +6,7 @@ import enum
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -318,7 +318,7 @@ def _read(default: Any, given: Any) -> Any:
     """Make a value like ``default`` of what JSON has of it, where null stands for NaN."""
     if not is_dataclass(default):
         return math.nan if given is None else given
-    known = vars(default)
+    known, kind = vars(default), cast("Any", type(default))
     read = {name: _read(known[name], value) for name, value in given.items() if name in known}
     if "metrics" in read:
         read["metrics"] = {name: _read(math.nan, mean) for name, mean in read["metrics"].items()}
@@ -330,7 +330,7 @@ def _read(default: Any, given: Any) -> Any:
         read["workers"] = {int(worker_id): _read(worker, each) for worker_id, each in workers}
         faults = given.get("env_faults", ())
         read["env_faults"] = tuple(_read(EnvFault(), fault) for fault in faults)
-    return type(default)(**read)
+    return kind(**read)
 
 
 def _plain(value: Any) -> Any:

@@ -93,8 +93,13 @@ def _tiles(history: History) -> str:
 
 def _curve(name: str, style: str, history: History, figure: str = "") -> Curve:
     """Return a figure over time; where it is not known, as without a batch, the curve goes on."""
-    at = [point and (point["t_s"], point.get(figure or name, math.nan)) for point in history.points]
-    return Curve(name, style, [each for each in at if each is None or not math.isnan(each[1])])
+    at: list[tuple[float, float] | None] = []
+    for point in history.points:
+        if point is None:
+            at.append(None)
+        elif not math.isnan(value := point.get(figure or name, math.nan)):
+            at.append((point["t_s"], value))
+    return Curve(name, style, at)
 
 
 def _curves(history: History) -> list[str]:
