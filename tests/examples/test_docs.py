@@ -291,7 +291,7 @@ def own_names() -> set[str]:
 
 
 def test_migrating_says_what_is_done() -> None:
-    assert rows("Same name, same meaning") <= own_names()
+    assert rows("Same name, but") <= own_names()
     given = {"create_env_fn": "CartPole-v1", "num_workers": 2}
     for name in rows("Taken, without effect"):
         assert translated({name: True}, given, own_names()) == given
@@ -313,14 +313,8 @@ def test_migrating_says_what_is_done() -> None:
 def test_migrating_names_all_of_torchrls_arguments() -> None:
     collectors = pytest.importorskip("torchrl.collectors", reason="torchrl is not installed")
     distributed = pytest.importorskip("torchrl.collectors.distributed")
-    titles = (
-        "Same name, same meaning",
-        "Another name here",
-        "Taken, without effect",
-        "Taken with a warning",
-        "Refused",
-    )
-    named = set().union(*map(rows, titles))
+    titles = ("Another name here", "Taken, without effect", "Taken with a warning", "Refused")
+    named = own_names().union(*map(rows, titles))
     methods = set(re.findall(r"`(\w+)", section("Methods")))
     classes = [
         found
