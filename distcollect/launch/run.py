@@ -53,7 +53,7 @@ def run(main: Callable[[], T], *, num_trainers: int = 1) -> T | None:
 
     Under a launcher, a process group that ``main`` has made and left is ended here. Objects that
     ``main`` or the script leaves behind have 60 s to end (DISTCOLLECT_EXIT_TIMEOUT_S). After that
-    this process writes what hangs to stderr, and ends with the exit code that it would have had.
+    this process writes what hangs to stderr, and ends with its normal exit code.
 
     Args:
         main: the training function.
