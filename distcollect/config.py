@@ -55,7 +55,6 @@ class WeightSync(_Settings):
             magnitudes from 6.1e-5 to 65504; above that the push is refused). None: as they are.
         changes_only: send only the parameters and buffers that differ from the workers' version.
         exclude: patterns (``"critic.*"``) of names that are never sent.
-        check_finite: refuse weights that hold a NaN or an infinity.
         swap_within_rollouts: swap new weights in between any two steps; False: only between
             rollouts, so that each rollout is of one version.
         ready_timeout_s: a worker that isn't ready for weights after this many seconds is left out
@@ -66,7 +65,6 @@ class WeightSync(_Settings):
     wire_dtype: str | None = None
     changes_only: bool = False
     exclude: Sequence[str] = ()
-    check_finite: bool = False
     swap_within_rollouts: bool = True
     ready_timeout_s: float = 2.0
 

@@ -13,7 +13,7 @@ from distcollect.common import checks
 from distcollect.common import tensor_cache as recycler
 from distcollect.config import WeightSync
 from distcollect.errors import ArgumentError, ArgumentTypeError
-from distcollect.policy.weight_layout import WeightLayout, check_finite, check_range, is_part
+from distcollect.policy.weight_layout import WeightLayout, check_range, is_part
 from distcollect.pool.pool import Pool
 from distcollect.pool.staleness import lagging
 from distcollect.weights.push_handle import PushHandle
@@ -81,8 +81,6 @@ class Publisher:
         weights = self._layout.select(self._source(source))
         if not sends:
             return None
-        if self._options.check_finite:
-            check_finite(weights)
         if (narrow := self._options.narrow_dtype) is not None:
             check_range(weights, narrow)
         # Packed on their own device, so that a GPU's weights cross the bus in one piece.

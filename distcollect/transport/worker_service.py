@@ -109,7 +109,6 @@ class Push:
         version: policy_version of these weights.
         source: where the payload is.
         encoding: how the weights lie in the payload.
-        num_bytes: the payload's size.
         checksum: the payload's, see :func:`~distcollect.policy.weight_layout.checksum`.
         base: the version that a payload with only some entries is a change of.
         generation: how often versions had been renumbered when this one was published, see
@@ -120,7 +119,6 @@ class Push:
     version: int
     source: WeightSource
     encoding: WeightEncoding
-    num_bytes: int
     checksum: int
     base: int = 0
     generation: int = 0

@@ -100,10 +100,15 @@ class WeightReceiver:
             self._weights.commit(buffer, push.version)
 
     def _fill(self, buffer: torch.Tensor, push: Push) -> None:
+        layout = self._weights.layout
+        sent = layout.reduced(push.encoding)
         is_whole = push.encoding.is_whole
         payload = buffer
         if not is_whole or (buffer.is_cuda and not push.source.on_gpu):
-            payload = self._memory_for(push, buffer)
+            device = buffer.device if push.source.on_gpu else torch.device("cpu")
+            if (len(self._landing), self._landing.device) != (sent.num_bytes, device):
+                self._landing = sent.empty(device)
+            payload = self._landing
         push.source.receive(payload, self._state)
         received = checksum(payload)
         if received != push.checksum:
@@ -111,10 +116,6 @@ class WeightReceiver:
                 f"version {push.version} arrived with checksum {received:#x} instead of "
                 f"{push.checksum:#x}; it is not used"
             )
-        if is_whole:
-            if payload is not buffer:
-                buffer.copy_(payload)
-            return
         if push.encoding.entries is not None:
             self._weights.copy_newest(buffer)
             if _fingerprint(buffer) != self._newest:
@@ -122,18 +123,13 @@ class WeightReceiver:
                     f"version {push.version} came as a change of version {push.base}, but the "
                     "policy has changed its parameters itself since then"
                 )
-        layout = self._weights.layout
-        layout.reduced(push.encoding).transfer(payload, buffer, layout)
+        if not is_whole:
+            sent.transfer(payload, buffer, layout)
+        elif payload is not buffer:
+            buffer.copy_(payload)
         if buffer.is_cuda:
             # The thread that steps the envs reads it, perhaps with another stream.
             torch.cuda.current_stream(buffer.device).synchronize()
-
-    def _memory_for(self, push: Push, buffer: torch.Tensor) -> torch.Tensor:
-        """Where the source can write to: memory of the CPU, or of the buffer's GPU."""
-        device = buffer.device if push.source.on_gpu else torch.device("cpu")
-        if (len(self._landing), self._landing.device) != (push.num_bytes, device):
-            self._landing = torch.empty(push.num_bytes, dtype=torch.uint8, device=device)
-        return self._landing
 
 
 def _fingerprint(flat: torch.Tensor) -> int:

@@ -192,7 +192,6 @@ class WeightSender:
             Push,
             publication.version,
             encoding=encoding,
-            num_bytes=data.nbytes,
             checksum=checksum(data),
             base=base,
             generation=publication.generation,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +15,6 @@ import torch
 from torch import nn
 
 import distcollect as dc
-from distcollect.common.threads import SerialThread
 from distcollect.policy.live_weights import LiveWeights
 from distcollect.policy.weight_layout import WeightEncoding, WeightLayout, checksum
 from distcollect.transport.worker_service import Push, WeightSource, WorkerService
@@ -308,7 +306,6 @@ class TestReceiver:
             version,
             InlineSource(flat),
             WeightEncoding(),
-            flat.nbytes,
             checksum(flat),
             0,
             generation,
@@ -317,9 +314,7 @@ class TestReceiver:
 
     def test_a_change_of_weights_that_the_policy_has_swapped_is_refused(self) -> None:
         def receive(version: int, data: torch.Tensor, encoding: WeightEncoding) -> Any:
-            push = Push(
-                version, InlineSource(data), encoding, data.nbytes, checksum(data), version - 1
-            )
+            push = Push(version, InlineSource(data), encoding, checksum(data), version - 1)
             return self.receiver.receive(replace(push, changes_follow=True)).result(SOON_S)
 
         flat = self.live.layout.empty()
@@ -353,11 +348,3 @@ class TestReceiver:
         self.receiver.renumber(100, generation=1)
         self.live.apply()
         assert self.live.version == 101
-
-
-def test_a_thread_for_jobs_survives_whatever_a_job_raises() -> None:
-    thread = SerialThread("jobs")
-    with pytest.raises(RuntimeError, match="SystemExit"):
-        thread.submit(sys.exit, 3).result(SOON_S)
-    assert thread.submit(lambda: 5).result(SOON_S) == 5
-    thread.close()
