@@ -16,6 +16,9 @@ from distcollect.errors import CollectorStateError, DeadlineError
 
 log = logging.getLogger(__name__)
 
+# For a thread that was told to end, and whose workers are gone.
+JOIN_TIMEOUT_S = 10.0
+
 
 class Background:
     """A thread that calls ``collect`` repeatedly, until it is stopped or there are no more batches.

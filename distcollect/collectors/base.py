@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
 import warnings
@@ -12,15 +11,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from types import TracebackType
-from typing import Any, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 from tensordict import TensorDict
 from torch import nn
 
 from distcollect.collectors import validation
-from distcollect.collectors.background import Background
+from distcollect.collectors.backend import Backend, Hooks
+from distcollect.collectors.background import JOIN_TIMEOUT_S, Background
 from distcollect.collectors.finalizer import Finalizer
-from distcollect.collectors.flow import PATIENCE_IN_BACKGROUND, Backend, Flow, Hooks
 from distcollect.collectors.options import CollectorOptions
 from distcollect.collectors.replay import RateLimited, ReplayBuffer
 from distcollect.common import checks, signals, tensor_cache
@@ -44,8 +43,6 @@ _Self = TypeVar("_Self", bound="DataCollectorBase")
 _T = TypeVar("_T")
 
 _STATE_FORMAT = 2
-# For a thread that was told to end, and whose workers are gone.
-JOIN_TIMEOUT_S = 10.0
 # For the last statistics to be written.
 _MONITOR_LIMIT_S = 60.0
 
@@ -90,6 +87,7 @@ class DataCollectorBase(ABC):
 
     compiled_policy = cudagraphed_policy = False
 
+    _backend_class: ClassVar[Callable[..., Backend]]
     _options: CollectorOptions
     _backend: Backend
 
@@ -127,25 +125,21 @@ class DataCollectorBase(ABC):
         self._close_monitor = Finalizer(self, partial(monitor.close, None), _MONITOR_LIMIT_S)
         self._stats_recorder = StatsRecorder(trace=monitor.trace, metrics=monitor.metrics)
         try:
-            traces = monitor.trace is not None
-            self._backend = self._made_backend(self._stats_recorder, traces=traces)
+            self._backend = self._backend_class(
+                options, self._stats_recorder, traces=monitor.trace is not None
+            )
         except BaseException:
             # Now, since the error keeps the collector for as long as somebody holds the error, as
             # notebooks do with the last one; a port of Prometheus would be taken until then.
             self._close_monitor()
             raise
-        begin = partial(monitor.begin, _weakly(self.stats))
-        self._flow = Flow(options, self._backend, self._stats_recorder, begin)
+        self._backend.begin = partial(monitor.begin, _weakly(self.stats))
         self._note_no_ctrl_c = signals.note_ctrl_c(self)
         try:
             load("check of a buffer")(options.replay_buffer, self._backend.layout)
         except BaseException:
             self.shutdown()
             raise
-
-    @abstractmethod
-    def _made_backend(self, stats_recorder: StatsRecorder, *, traces: bool) -> Backend:
-        """Make what steps the envs. If it raises, nothing is left open."""
 
     # Frames and batches.
 
@@ -162,12 +156,12 @@ class DataCollectorBase(ABC):
     @property
     def total_frames(self) -> int:
         """Frames after which it ends, a multiple of ``frames_per_batch``; -1: endless."""
-        return self._flow.total_frames
+        return self._backend.total_frames
 
     @property
     def frames(self) -> int:
         """Frames collected so far, with padding and with those of the run that was resumed."""
-        return self._flow.frames
+        return self._backend.frames
 
     def __len__(self) -> int:
         """Number of batches in ``total_frames``, with those that were delivered already.
@@ -205,7 +199,7 @@ class DataCollectorBase(ABC):
     @property
     def abandoned_frames(self) -> int:
         """With ``trajs_per_batch``: frames of trajectories that will never be delivered."""
-        return self._flow.abandoned_frames
+        return self._backend.abandoned_frames
 
     def iterator(self) -> Iterator[TensorDict]:
         """The same as iterating over the collector."""
@@ -251,8 +245,8 @@ class DataCollectorBase(ABC):
         return cast("TensorDict", self._take(timeout_s))
 
     def _take(self, timeout_s: float | None) -> TensorDict | None:
-        with self._flow:
-            return self._flow.next(timeout_s)
+        with self._backend:
+            return self._backend.next(timeout_s)
 
     def _check_open(self) -> None:
         if not self._owner.is_here:
@@ -302,19 +296,14 @@ class DataCollectorBase(ABC):
             raise CollectorStateError(
                 "the collector was started already: end that by async_shutdown(), or use pause()"
             )
-        with self._flow:
+        with self._backend:
             pass  # no other thread waits for a batch
         limit = buffer if isinstance(buffer, RateLimited) else None
         # Weakly, as the workers must end when the user drops the collector.
         background = Background(_weakly(self._fill), limit)
-        self._use(background)
+        self._backend.use(background)
         background.begin()
         self._background = background
-
-    def _use(self, background: Background) -> None:
-        """Collect only on this thread from now on, which was not started yet."""
-        if self._backend.unpublished is not None:
-            self._backend.unpublished.patience = PATIENCE_IN_BACKGROUND
 
     def _fill(self) -> bool:
         """Add one batch to the replay buffer; False if ``total_frames`` are collected."""
@@ -409,16 +398,12 @@ class DataCollectorBase(ABC):
         self._stats_recorder.end()
         tensor_cache.forget()
         try:
-            self._release(close_envs=self._closes_envs)
+            self._backend.close(close_envs=self._closes_envs)
         finally:
             self._monitor_thread.close(self.stats())
             self._close_monitor()
         self._is_released = True
         self._note_no_ctrl_c()
-
-    @abstractmethod
-    def _release(self, *, close_envs: bool) -> None:
-        """Close what steps the envs; called again if an exception broke it off."""
 
     def __enter__(self: _Self) -> _Self:
         return self
@@ -446,9 +431,8 @@ class DataCollectorBase(ABC):
     @property
     def version_lag(self) -> LagStats | None:
         """The lags of the last batch's frames when it was delivered; None before the first."""
-        return self._flow.lag
+        return self._backend.lag
 
-    @abstractmethod
     def update_policy_weights_(
         self,
         policy_or_weights: Weights | None = None,
@@ -459,22 +443,53 @@ class DataCollectorBase(ABC):
     ) -> PushHandle | None:
         """Publish new weights as the next ``policy_version``.
 
+        Workers swap them in between two steps. A worker that is late or dead, or whose copy arrives
+        damaged, is left out; the handle says so. A late worker gets the newest weights as soon as
+        it answers. Without workers, the weights are in use from the next frame on.
+
         Args:
-            policy_or_weights: module, TensorDict of parameters or state dict; None: the collector's
-                own policy.
-            worker_ids: the workers to send the weights to; None: all.
-            wait: return only when it is known which workers have the weights.
-            names: TorchRL's other names: ``policy`` and ``weights`` stand for
-                ``policy_or_weights``, ``model_id`` says which model they are for, and
-                ``weights_dict`` has the weights of several models.
+            policy_or_weights: a module, a TensorDict of parameters or a state dict; with
+                ``models``, a dict of these by name. None: the collector's own policy and models;
+                if the weight updater gets weights from a server, these are loaded into them first.
+                A dict by worker_id sends each worker its own, as one version after the other.
+                A copy is taken, so training may continue at once.
+            worker_ids: the workers to send the weights to: an int, a list, a slice; a
+                ``torch.device`` or several, for workers whose policy is there; "all" or None for
+                all; "last_batch" for the workers whose frames are in the last batch; "lagging" for
+                workers more than ``max_weight_update_interval`` versions behind this one. Without
+                workers it must be None.
+            wait: return only when it is known of every worker whether it has the weights. Otherwise
+                return at once; if several versions wait to be sent, only the newest is sent. In
+                sync mode a worker collects only when it has the newest version sent to it.
+            names: TorchRL's other names: ``policy`` or ``weights``, in place of
+                ``policy_or_weights``; ``model_id``, the one of ``models``, or "policy", that they
+                are for; or ``weights_dict``, a dict of weights by these names. A model that is left
+                out, or None, has the weights of the collector's own.
 
         Returns:
-            A handle that says which workers have the weights; None without workers, or if nothing
-            was published.
+            A handle that says which workers have the weights: ``done()``, ``wait()``,
+            ``acknowledged``, ``left_out``. None without workers, or if nothing is published, as the
+            policy has no parameters, no worker is lagging, or those of the last batch have left.
 
         Raises:
-            WeightsError: the weights don't fit the policy; nothing was sent.
+            WeightsError: a key is missing or unknown, has another shape or dtype, or a value that
+                ``WeightSync`` refuses. Names the key; nothing was sent.
+            ArgumentError, ArgumentTypeError: there is no such worker, or nothing to send. Nothing
+                was sent.
+            WeightsTimeout: no worker acknowledged in time; names them.
+            WorkerLost: a worker had died before.
+            WorkerError: no worker could receive the weights.
         """
+        self._check_open()
+        weights = load("names of weights")(
+            policy_or_weights, names, self.policy, self._options.named_models
+        )
+        if validation.is_by_worker(weights):
+            push = None
+            for worker_id, own in weights.items():
+                push = self.update_policy_weights_(own, worker_ids=worker_id, wait=wait)
+            return push
+        return self._backend.publish(weights, worker_ids, wait=wait)
 
     @property
     def policy(self) -> Any:
@@ -614,11 +629,11 @@ class DataCollectorBase(ABC):
             collector=type(self).__name__,
             evaluation=EpisodeStats() if newest is None else newest.summary(),
             frames=self.frames,
-            resumed_frames=self._flow.resumed_frames,
+            resumed_frames=self._backend.resumed_frames,
             total_frames=self.total_frames,
             policy_version=self.policy_version,
             ended=self._is_shut_down,
-            num_batches=self._flow.batches,
+            num_batches=self._backend.batches,
             frames_per_batch=self.frames_per_batch,
         )
         snapshot = self._backend.snapshot(known)
@@ -631,17 +646,6 @@ class DataCollectorBase(ABC):
     def bottleneck(self) -> Bottleneck:
         """What limits the run so far, and what would help most; ``str()`` of it is a sentence."""
         return find_bottleneck(self.stats())
-
-    @contextlib.contextmanager
-    def _publishing(self) -> Iterator[None]:
-        """Within, weights are published; a batch that the user does not have may be too old."""
-        with self._stats_recorder.publishing():
-            version = self.policy_version
-            try:
-                yield
-            finally:
-                if self._backend.publishing_outdates and self.policy_version != version:
-                    self._flow.drop("given_up")
 
     def init_updater(self, *args: Any, **kwargs: Any) -> None:  # noqa: B027 - without an updater
         """Pass arguments to the weight updater's ``init``; without an updater nothing happens."""
@@ -681,14 +685,17 @@ class DataCollectorBase(ABC):
             that TorchRL's collector returns.
 
         Raises:
-            CollectorStateError: the collector was shut down.
+            CollectorStateError: the collector was shut down, or collects in this process, in the
+                background.
             ArgumentError, ArgumentTypeError: ``seed`` is not such a number; nothing has changed.
             DeadlineError: some workers are in a step that takes too long; names them.
             WorkerError: a worker could not take the seed, and is replaced.
         """
         self._check_open()
+        if self._background is not None and not self._options.has_workers:
+            raise CollectorStateError("set_seed() must come before start()")
         self._seed = checked_seed(seed), bool(static_seed)
-        self._flow.drop_trajectories()
+        self._backend.drop_trajectories()
         return self._backend.seed(*self._seed)
 
     def call(
@@ -725,7 +732,7 @@ class DataCollectorBase(ABC):
             WorkerLost: a worker that was named is lost.
         """
         self._check_open()
-        call = EnvCall(method, args, kwargs, self._flow.limit_s(timeout_s))
+        call = EnvCall(method, args, kwargs, self._backend.limit_s(timeout_s))
         return self._backend.call(call, worker_ids)
 
     def evaluate(
@@ -764,7 +771,7 @@ class DataCollectorBase(ABC):
         num_episodes = checks.plain(num_episodes)
         checks.positive("num_episodes", num_episodes)
         seed = None if seed is None else checked_seed(seed)
-        limit_s = self._flow.limit_s(timeout_s)
+        limit_s = self._backend.limit_s(timeout_s)
         request = EvaluationRequest(num_episodes, deterministic, seed, limit_s)
         self._evaluated = self._backend.evaluate(request, worker_ids)
         return self._evaluated
@@ -813,7 +820,7 @@ class DataCollectorBase(ABC):
             DeadlineError, WorkerError: the workers did not accept the state.
         """
         self._check_open()
-        if self._flow.batches:
+        if self._backend.batches:
             raise CollectorStateError(
                 f"this collector has delivered {self.frames:,} frames: call "
                 "load_state_dict() on a new one, before its first batch"
@@ -842,9 +849,9 @@ class DataCollectorBase(ABC):
         self._is_loading = True
         if has_weights:
             self.update_policy_weights_()
-        self._flow.frames = self._flow.resumed_frames = state["frames"]
+        self._backend.frames = self._backend.resumed_frames = state["frames"]
         self._resumes = state["resumes"] + 1
-        self._backend.resume(state["policy_version"], state["next_traj_id"], state["frames"])
+        self._backend.resume(state["policy_version"], state["next_traj_id"])
         if state["seed"] is not None:
             seed, static_seed = state["seed"]
             self.set_seed(env_seed(seed, self._resumes, stream=Stream.RESUMED), static_seed)

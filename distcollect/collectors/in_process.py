@@ -4,30 +4,34 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from tensordict import TensorDict
 
 from distcollect.collectors import validation
-from distcollect.collectors.background import Background
-from distcollect.collectors.flow import (
+from distcollect.collectors.backend import (
     PATIENCE_IN_BACKGROUND,
     Backend,
-    Collected,
+    Batch,
     Hooks,
     UnpublishedChanges,
 )
-from distcollect.collectors.options import CollectorOptions, SyncOptions
+from distcollect.collectors.background import JOIN_TIMEOUT_S, Background
+from distcollect.collectors.finalizer import Finalizer, close_later
+from distcollect.collectors.options import SyncOptions
 from distcollect.collectors.pickling import copied
 from distcollect.common import checks, signals
+from distcollect.common.forks import Owner
 from distcollect.common.seeding import Stream, env_seed, process_seeds
 from distcollect.engine.base import EngineBase
 from distcollect.engine.build import build_engine, build_engine_for, build_evaluator
 from distcollect.engine.interrupts import Stopped
-from distcollect.errors import ArgumentError, CollectorStateError
+from distcollect.errors import ArgumentError, ArgumentTypeError, CollectorStateError
 from distcollect.launch.cpu_placement import num_cores
 from distcollect.policy.weight_layout import is_part, module_of, published
 from distcollect.pool.publisher import Weights, WorkerIds
@@ -48,15 +52,18 @@ from distcollect.telemetry.recorder import StatsRecorder
 from distcollect.transport.peer_ids import identity
 from distcollect.transport.worker_service import EvaluationRequest
 
+# For the envs to close at exit.
+_CLOSING_LIMIT_S = 60.0
+
 
 class InProcess(Backend):
     """One engine, on the thread that asks for a batch.
 
     Attributes:
         engine: steps the envs.
-        plan: what it was built from.
-        unclosed: what is to be closed if nobody calls :meth:`close`.
     """
+
+    _options: SyncOptions
 
     def __init__(
         self, options: SyncOptions, stats_recorder: StatsRecorder, *, traces: bool
@@ -66,24 +73,20 @@ class InProcess(Backend):
         Raises:
             EnvError, PolicyError: an env or the policy failed when tried.
         """
-        self.hooks = Hooks(options.pre_collect_hook, options.post_collect_hook)
-        self._options = options
-        self._stats_recorder = stats_recorder
+        super().__init__(options, stats_recorder)
         self._version = 0
         self._num_rollouts = 0
-        self._num_delivered = 0  # frames, with those of the run that was resumed
-        self._num_resumed = 0  # of these
         self._background: Background | None = None
         # The last seed of the envs, whether it is static, and the number of rollouts before it.
         self._seeded: tuple[int, bool, int] | None = None
-        self.plan = options.plan(traces=traces).with_policy_made()
+        self._plan = options.plan(traces=traces).with_policy_made()
         self._traj_ids = identity().own_traj_ids()
         worker_id = options.worker_id
-        self._evaluator = build_evaluator(self.plan, worker_id=worker_id, shared=True)
+        self._evaluator = build_evaluator(self._plan, worker_id=worker_id, shared=True)
         with contextlib.ExitStack() as if_it_fails:
             if_it_fails.callback(self._traj_ids.free)
             self.engine = build_engine(
-                self.plan, traj_ids=self._traj_ids, worker_id=worker_id, shared=True
+                self._plan, traj_ids=self._traj_ids, worker_id=worker_id, shared=True
             )
             if_it_fails.callback(self.engine.close)
             self.layout = self.engine.layout
@@ -93,9 +96,18 @@ class InProcess(Backend):
             )
             self.frames_per_batch = self._num_steps * num_envs
             if_it_fails.pop_all()
-        # Envs of the user's stay open.
-        parts = () if options.has_env_instances else (self._evaluator, self.engine.envs)
-        self.unclosed: tuple[Any, ...] = parts
+        self._process = Owner()
+        # What is to be closed if nobody calls close(); envs of the user's stay open.
+        self._unclosed: tuple[Any, ...] = ()
+        if not options.has_env_instances:
+            self._unclosed = self._evaluator, self.engine.envs
+            Finalizer(self, partial(_close_at_exit, weakref.ref(self)), _CLOSING_LIMIT_S)
+
+    def __del__(self) -> None:
+        # Not by what waits for the exit: that must not refer to the envs, as a policy or a maker
+        # may refer to the collector.
+        if vars(self).get("_unclosed") and self._process.is_here:
+            close_later(partial(_close, self._unclosed))
 
     @property
     def policy_version(self) -> int:
@@ -105,7 +117,7 @@ class InProcess(Backend):
     def policy(self) -> Any:
         # With a factory as well, a module that was given is the one to publish.
         given = module_of(self._options.policy) if self._options.factories else None
-        return self.plan.policy if given is None else self._options.policy
+        return self._plan.policy if given is None else self._options.policy
 
     def snapshot(self, known: Stats) -> Stats:
         counts = self.engine.counter
@@ -119,13 +131,13 @@ class InProcess(Backend):
 
     # Batches.
 
-    def collect(self, timeout_s: float, last: Sequence[int]) -> Collected:
+    def _collect(self, timeout_s: float) -> Batch:
         if self.hooks.pre_collect is not None:
             self.hooks.pre_collect()
         # Each batch needs a slab of its own: the slab's memory becomes the batch.
         slab = new_slab(self.layout, self._num_steps)
         self._stats_recorder.switch_to("collect")
-        random = self._num_delivered < self._options.random_frames
+        random = self.frames < self._options.random_frames
         engine = self.engine
         try:
             with signals.waking(engine.interrupts.wake):
@@ -149,19 +161,18 @@ class InProcess(Backend):
         except BaseException:
             self._give_up("given_up")
             raise
-        return Collected(rows, [header], LagStats(0, 0.0, 0), self._settle)
+        return Batch(rows, [header], LagStats(0, 0.0, 0), self._settle_last)
 
-    def _settle(self, cause: str | None) -> None:
+    def _settle_last(self, cause: str | None) -> None:
         """Count the frames of the last rollout as the user's, or as lost by ``cause``."""
         if cause is None:
-            self._num_delivered += self.frames_per_batch
             self._stats_recorder.delivered([(0, [(0, self.frames_per_batch)])])
         else:
             self._give_up(cause)
 
     def _give_up(self, cause: str) -> None:
         """Count all frames that the user does not have as lost."""
-        num_kept = self._num_delivered - self._num_resumed
+        num_kept = self.frames - self.resumed_frames
         self.engine.settle(cause, num_kept=num_kept, is_broken=True)
 
     def _header(self, slab: AnySlab) -> Header:
@@ -185,11 +196,11 @@ class InProcess(Backend):
             shape=options.batch_format.shape(self.layout, [rollout]),
         )
 
-    def processed(self, batch: TensorDict, options: CollectorOptions) -> TensorDict:
-        batch = super().processed(batch, options)
+    def _processed(self, frames: TensorDict) -> TensorDict:
+        frames = super()._processed(frames)
         if self.hooks.post_collect is not None:
-            self.hooks.post_collect(batch)
-        return batch
+            self.hooks.post_collect(frames)
+        return frames
 
     def zeros(self) -> TensorDict:
         """Return a batch of zeros, see :meth:`.SyncDataCollector.fake_tensordict`."""
@@ -204,29 +215,32 @@ class InProcess(Backend):
     def set_hooks(self, hooks: Hooks) -> None:
         self.hooks = hooks
 
-    def publish(self, policy_or_weights: Weights | None) -> None:
-        """Publish new weights, see :meth:`.SyncDataCollector.update_policy_weights_`."""
-        weights = self.engine.weights
-        own = published(self.plan.policy, self.plan.models)
-        if policy_or_weights is None and self.policy is not self.plan.policy:
-            policy_or_weights = published(self.policy, self.plan.models)
-        if policy_or_weights is not None and not is_part(policy_or_weights, own):
-            weights.layout.load(policy_or_weights, own)
+    def _publish(self, weights: Weights | None, worker_ids: WorkerIds, *, wait: bool) -> None:
+        if worker_ids is not None:
+            raise ArgumentTypeError(
+                "worker_ids is given, but this collector has no weight updater and no workers: it "
+                "steps its envs itself; leave worker_ids out"
+            )
+        live = self.engine.weights
+        own = published(self._plan.policy, self._plan.models)
+        if weights is None and self.policy is not self._plan.policy:
+            weights = published(self.policy, self._plan.models)
+        if weights is not None and not is_part(weights, own):
+            live.layout.load(weights, own)
         if own is None:
             return
         self._version += 1
-        self.unpublished = None  # the user knows what to call
         if self._background is None:
-            weights.version = self._version
+            live.version = self._version
         else:
-            buffer = weights.spare()
-            weights.layout.pack(weights.layout.select(own), buffer)
-            weights.commit(buffer, self._version)
+            buffer = live.spare()
+            live.layout.pack(live.layout.select(own), buffer)
+            live.commit(buffer, self._version)
 
     def use(self, background: Background) -> None:
-        """Collect with a copy of the policy from now on, on the thread of ``background``."""
-        policy, models = copied(self.plan.policy, self.plan.models)
-        plan = replace(self.plan, policy=policy, models=models)
+        self.drop("given_up")
+        policy, models = copied(self._plan.policy, self._plan.models)
+        plan = replace(self._plan, policy=policy, models=models)
         counter = self.engine.counter
         engine = build_engine_for(self.engine.envs, plan, traj_ids=self._traj_ids, counter=counter)
         engine.weights.version = self._version
@@ -237,7 +251,7 @@ class InProcess(Backend):
                 num_rollouts = self._num_rollouts - since
                 seed = env_seed(seed, num_rollouts, stream=Stream.BACKGROUND)
             _seed_engine(engine, seed, static_seed)
-        own = published(self.plan.policy, self.plan.models)
+        own = published(self._plan.policy, self._plan.models)
         self.unpublished = UnpublishedChanges(
             own, engine.weights.layout, patience=PATIENCE_IN_BACKGROUND
         )
@@ -245,8 +259,8 @@ class InProcess(Backend):
         self._evaluator = build_evaluator(plan, worker_id=self._options.worker_id)
         self.engine, self._background = engine, background
         self._give_up("given_up")  # the new engine resets the envs
-        if self.unclosed:
-            self.unclosed = self._evaluator, engine.envs
+        if self._unclosed:
+            self._unclosed = self._evaluator, engine.envs
         before.close()
 
     def seed(self, seed: int, static_seed: bool) -> int:
@@ -279,17 +293,20 @@ class InProcess(Backend):
             return contextlib.nullcontext()
         return self._background.paused(timeout_s)
 
-    def resume(self, version: int, first_traj_id: int, frames: int) -> None:
+    def resume(self, version: int, first_traj_id: int) -> None:
         self._version = self.engine.weights.version = version
         identity().resume(first_traj_id)
         self._traj_ids = identity().own_traj_ids()
         self.engine.use_traj_ids(self._traj_ids)
-        self._num_delivered += frames - self._num_resumed
-        self._num_resumed = frames
 
-    def close(self, *, has_ended: bool, close_envs: bool) -> None:
-        """Close what was made; ``has_ended``: nothing is being collected any more."""
-        if has_ended:
+    def close(self, *, close_envs: bool) -> None:
+        self.engine.stop()
+        super().close(close_envs=close_envs)
+        ends = self.has_ended
+        if self._background is not None:
+            self._background.stop()
+            ends = self._background.join
+        if ends(JOIN_TIMEOUT_S):
             self._give_up("shut_down")
         self._traj_ids.free()
         try:
@@ -297,7 +314,18 @@ class InProcess(Backend):
         finally:
             if close_envs:
                 self.engine.close()
-            self.unclosed = ()
+            self._unclosed = ()
+
+
+def _close(parts: Sequence[Any]) -> None:
+    for part in parts:
+        part.close()
+
+
+def _close_at_exit(reference: weakref.ref[InProcess]) -> None:
+    backend = reference()
+    if backend is not None and backend._unclosed:  # noqa: SLF001 - the class is above
+        backend.close(close_envs=True)
 
 
 def _seed_engine(engine: EngineBase, seed: int, static_seed: bool) -> None:

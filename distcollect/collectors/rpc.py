@@ -5,15 +5,12 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any, cast
 
 from tensordict import TensorDict
 
-from distcollect.collectors import validation
 from distcollect.collectors.base import DataCollectorBase
-from distcollect.collectors.finalizer import Finalizer
-from distcollect.collectors.session import CLOSING_LIMIT_S, Session, stats_of, stop
+from distcollect.collectors.session import Session
 from distcollect.collectors.signature import takes
 from distcollect.collectors.worker_options import (
     AsyncOptions,
@@ -26,13 +23,8 @@ from distcollect.collectors.worker_options import (
 from distcollect.common import checks, signals
 from distcollect.envs.base import called
 from distcollect.errors import ArgumentError, ArgumentTypeError, CollectorStateError, WorkerError
-from distcollect.integrations import load
 from distcollect.pool.handover import RolloutReference
-from distcollect.pool.policy_lag import count_lags
-from distcollect.pool.publisher import Weights, WorkerIds
 from distcollect.results import Evaluation, LedgerReport, WorkerState, WorkerThroughput
-from distcollect.telemetry.recorder import StatsRecorder
-from distcollect.weights.push_handle import PushHandle
 
 
 class RPCDataCollector(DataCollectorBase):
@@ -44,6 +36,7 @@ class RPCDataCollector(DataCollectorBase):
     It also accepts the arguments of TorchRL's ``RPCCollector`` under their names.
     """
 
+    _backend_class = Session
     _options: WorkerOptions
     _backend: Session
 
@@ -61,31 +54,24 @@ class RPCDataCollector(DataCollectorBase):
         """
         self._open(options)
 
-    def _made_backend(self, stats_recorder: StatsRecorder, *, traces: bool) -> Session:
-        session = self._session = Session(self._options, stats_recorder, traces=traces)
-        limit_s = self._options.fault_limits.stop_timeout_s + CLOSING_LIMIT_S
-        self._stop_session = Finalizer(self, partial(stop, session.pool, session.workers), limit_s)
-        session.updater.register_collector(self)
-        return session
-
-    def _release(self, *, close_envs: bool) -> None:
-        self._flow.close()
-        self._stop_session()
+    def _open(self, options: Any) -> None:
+        super()._open(options)
+        self._backend.updater.register_collector(self)
 
     @property
     def num_workers(self) -> int:
         """Number of workers that are present now, without those being replaced."""
-        return self._session.workers.num_present
+        return self._backend.workers.num_present
 
     @property
     def worker_states(self) -> dict[int, WorkerState]:
         """State of each worker, by worker_id."""
-        return self._session.workers.states
+        return self._backend.workers.states
 
     @property
     def worker_paces(self) -> dict[int, WorkerThroughput]:
         """How fast each worker is, by worker_id: shows which workers delay the others."""
-        return self._session.pool.paces
+        return self._backend.pool.paces
 
     @property
     def ledger(self) -> LedgerReport:
@@ -93,7 +79,7 @@ class RPCDataCollector(DataCollectorBase):
 
         The count of a worker is updated with each of its rollouts, and at its end.
         """
-        return self._session.pool.ledger
+        return self._backend.pool.ledger
 
     def release(self, worker_ids: int | Sequence[int]) -> None:
         """Send workers away for good, and wait until they have left.
@@ -110,13 +96,13 @@ class RPCDataCollector(DataCollectorBase):
             DeadlineError: the workers did not leave in time.
         """
         self._check_open()
-        selected = checks.worker_ids(worker_ids, self._session.pool.worker_ids)
-        self._session.workers.release(selected or ())
+        selected = checks.worker_ids(worker_ids, self._backend.pool.worker_ids)
+        self._backend.workers.release(selected or ())
 
     @property
     def stale_frames(self) -> dict[int, int]:
         """Number of frames that were dropped or masked as too stale, by worker_id."""
-        return self._session.pool.stale_frames
+        return self._backend.pool.stale_frames
 
     def _take(self, timeout_s: float | None) -> TensorDict | None:
         with self._ended_by_errors():
@@ -147,7 +133,7 @@ class RPCDataCollector(DataCollectorBase):
 
     def getattr_env(self, attr: str) -> Any:
         """An attribute of the first worker's first env, or what that method of it returns."""
-        first = min(self._session.pool.worker_ids)
+        first = min(self._backend.pool.worker_ids)
         return self.call(attr, worker_ids=first)[first][0]
 
     def get_distant_attr(self, attr: str) -> list[Any]:
@@ -164,7 +150,7 @@ class RPCDataCollector(DataCollectorBase):
 
     @property
     def _map_targets(self) -> Sequence[int]:
-        return sorted(self._session.pool.worker_ids)
+        return sorted(self._backend.pool.worker_ids)
 
     def _map_one(self, worker_id: int, path: str, *args: Any, **kwargs: Any) -> Any:
         if path == "get_distant_attr":
@@ -213,12 +199,12 @@ class RPCDataCollector(DataCollectorBase):
         collectors. They have ``"policy_version"`` and ``"policy_state_dict"`` of this collector.
         """
         state = super().state_dict()
-        if not self._session.layout.is_torchrl:
+        if not self._backend.layout.is_torchrl:
             return state
         shared = {
             name: state[name] for name in ("policy_version", "policy_state_dict") if name in state
         }
-        workers = sorted(self._session.pool.worker_ids)
+        workers = sorted(self._backend.pool.worker_ids)
         return {**state, **{f"worker{worker_id}": dict(shared) for worker_id in workers}}
 
     # Rollouts of other trainers.
@@ -257,17 +243,8 @@ class RPCDataCollector(DataCollectorBase):
         self._check_hands_over("hand_over")
         keep_s = checks.plain(keep_s)
         checks.seconds(f"keep_s={keep_s!r}", keep_s)
-        flow, session = self._flow, self._session
-        with self._ended_by_errors(), flow:
-            if flow.is_over():
-                raise StopIteration
-            reference = session.hand_over(flow.limit_s(timeout_s), keep_s, flow.workers)
-            header = reference.header
-            lag = session.pool.lag(header.worker_id, header.policy_version[0])
-            lags = [(lag, header.num_frames)]
-            self._stats_recorder.delivered([(header.worker_id, lags)])
-            flow.count([header], stats_of([lags]))
-        return reference
+        with self._ended_by_errors(), self._backend:
+            return self._backend.hand_over(timeout_s, keep_s)
 
     def take_over(self, reference: RolloutReference, timeout_s: float | None = None) -> TensorDict:
         """Fetch a rollout that another trainer handed over, directly from its worker.
@@ -297,21 +274,9 @@ class RPCDataCollector(DataCollectorBase):
             raise ArgumentTypeError(
                 f"take_over({reference!r}): must be what another trainer's hand_over() gave"
             )
-        session, flow = self._session, self._flow
-        with flow:
-            self._stats_recorder.switch_to("transfer")
-            rollouts = [session.handover_receiver.take(reference, flow.limit_s(timeout_s))]
-            self._stats_recorder.switch_to("assemble")
-            rows = session.assembled(reference.layout, rollouts)
-            newest = session.pool.version
-            lags = count_lags(
-                rows,
-                rollouts,
-                lambda _, version: max(0, newest - version),
-                self._options.mask_above,
-            )
+        with self._backend:
             # None where the batch went to the replay buffer.
-            return cast("TensorDict", flow.give(rows, reference.layout, stats_of(lags)))
+            return cast("TensorDict", self._backend.take_over(reference, timeout_s))
 
     def _check_hands_over(self, method: str) -> None:
         self._check_delivers()
@@ -328,77 +293,12 @@ class RPCDataCollector(DataCollectorBase):
     def init_updater(self, *args: Any, **kwargs: Any) -> None:
         """Pass arguments to the weight updater's ``init``."""
         self._check_open()
-        self._session.updater.init(*args, **kwargs)
-
-    def update_policy_weights_(
-        self,
-        policy_or_weights: Weights | None = None,
-        *,
-        worker_ids: WorkerIds = None,
-        wait: bool = True,
-        **names: Any,
-    ) -> PushHandle | None:
-        """Publish new weights and send them to workers, which swap them in between two steps.
-
-        A worker that is late or dead, or whose copy arrives damaged, is left out; the handle says
-        so. A late worker gets the newest weights as soon as it answers.
-
-        Args:
-            policy_or_weights: a module, a TensorDict of parameters or a state dict; with
-                ``models``, a dict of these by name. None: the collector's own policy and models;
-                if the weight updater gets weights from a server, these are loaded into them first.
-                A dict by worker_id sends each worker its own, as one version after the other.
-                A copy is taken, so training may continue at once.
-            worker_ids: the workers to send the weights to: an int, a list, a slice; a
-                ``torch.device`` or several, for workers whose policy is there; "all" or None for
-                all; "last_batch" for the workers whose frames are in the last batch; "lagging" for
-                workers more than ``max_weight_update_interval`` versions behind this one.
-            wait: return only when it is known of every worker whether it has the weights. Otherwise
-                return at once; if several versions wait to be sent, only the newest is sent. In
-                sync mode a worker collects only when it has the newest version sent to it.
-            names: TorchRL's other names: ``policy`` or ``weights``, in place of
-                ``policy_or_weights``; ``model_id``, the one of ``models``, or "policy", that they
-                are for; or ``weights_dict``, a dict of weights by these names. A model that is left
-                out, or None, has the weights of the collector's own.
-
-        Returns:
-            A handle that says which workers have the weights: ``done()``, ``wait()``,
-            ``acknowledged``, ``left_out``. None if nothing is published, as the policy has no
-            parameters, no worker is lagging, or those of the last batch have left.
-
-        Raises:
-            WeightsError: a key is missing or unknown, has another shape or dtype, or a value that
-                ``WeightSync`` refuses. Names the key; nothing was sent.
-            ArgumentError, ArgumentTypeError: there is no such worker, or nothing to send. Nothing
-                was sent.
-            WeightsTimeout: no worker acknowledged in time; names them.
-            WorkerLost: a worker had died before.
-            WorkerError: no worker could receive the weights.
-        """
-        self._check_open()
-        policy_or_weights = load("names of weights")(
-            policy_or_weights, names, self._options.policy, self._options.named_models
-        )
-        if validation.is_by_worker(policy_or_weights):
-            push = None
-            for worker_id, weights in policy_or_weights.items():
-                push = self.update_policy_weights_(weights, worker_ids=worker_id, wait=wait)
-            return push
-        self._session.unpublished = None  # the user knows what to call
-        # A version that is sent to no worker would be unknown to workers that join later.
-        self._session.workers.await_enough()
-        with self._publishing():
-            push = self._session.publisher.publish(
-                policy_or_weights, worker_ids, self._flow.workers
-            )
-            if wait and push is not None:
-                self._session.wait_for(push)
-        return push
+        self._backend.updater.init(*args, **kwargs)
 
     @property
     def evaluations(self) -> list[Evaluation]:
         """Results of the :class:`EvaluationWorkers`, in the order in which they came."""
-        running = self._session.evaluators
+        running = self._backend.evaluators
         return [] if running is None else list(running.results)
 
     def _newest_evaluation(self) -> Evaluation | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import Counter
 from collections.abc import Sequence
@@ -12,8 +13,9 @@ from typing import Any
 from tensordict import TensorDict
 
 from distcollect.collectors import pickling
+from distcollect.collectors.backend import Backend, Batch, Hooks, UnpublishedChanges
 from distcollect.collectors.finalizer import Finalizer, close_first_at_exit, forgotten_closings
-from distcollect.collectors.flow import Backend, Collected, Hooks, UnpublishedChanges
+from distcollect.collectors.stacklevel import without_stop
 from distcollect.collectors.worker_options import WorkerOptions
 from distcollect.common import signals
 from distcollect.common.seeding import Stream, env_seed, next_seed
@@ -24,7 +26,7 @@ from distcollect.pool.background_evaluation import Evaluators
 from distcollect.pool.handover import HandoverReceiver, RolloutReference
 from distcollect.pool.policy_lag import count_lags
 from distcollect.pool.pool import Delivery, Pool
-from distcollect.pool.publisher import Publisher, WorkerIds
+from distcollect.pool.publisher import Publisher, Weights, WorkerIds
 from distcollect.pool.remote_calls import EnvCall, RemoteCalls
 from distcollect.pool.worker_slots import BatchPlan
 from distcollect.results import Evaluation, LagStats, Stats, WorkerState
@@ -44,11 +46,11 @@ log = logging.getLogger(__name__)
 
 _ENVS_PER_TRAINER = 1 << 24
 # For a session to close, beside Faults.stop_timeout_s.
-CLOSING_LIMIT_S = 60.0
+_CLOSING_LIMIT_S = 60.0
 
 
 class Session(Backend):
-    """The workers of one collector and all that drives them, from start to :func:`stop`.
+    """The workers of one collector and all that drives them, from start to :func:`_stop`.
 
     Attributes:
         workers: starts, watches and replaces the worker processes.
@@ -56,8 +58,9 @@ class Session(Backend):
         updater: moves weights to the workers.
         publisher: makes new versions of the weights.
         evaluators: have some workers evaluate in the background; None: there are none.
-        handover_receiver: fetches rollouts that another trainer handed over.
     """
+
+    _options: WorkerOptions
 
     def __init__(
         self, options: WorkerOptions, stats_recorder: StatsRecorder, *, traces: bool
@@ -72,13 +75,12 @@ class Session(Backend):
         Raises:
             DistCollectError: a worker did not start, or failed. Nothing is left running.
         """
+        limit_s = options.fault_limits.stop_timeout_s + _CLOSING_LIMIT_S
         # A collector that was dropped just now may still have the workers of the launch.
-        forgotten_closings(options.fault_limits.stop_timeout_s + CLOSING_LIMIT_S)
+        forgotten_closings(limit_s)
         plans = options.pickled_plans(traces=traces)
-        self.hooks = Hooks(options.pre_collect_hook, options.post_collect_hook)
+        super().__init__(options, stats_recorder)
         self.publishing_outdates = options.sync or options.staleness is not None
-        self._options = options
-        self._stats_recorder = stats_recorder
         self.updater = options.updater
         self.workers = Workers(
             options.num_to_start,
@@ -91,12 +93,15 @@ class Session(Backend):
         )
         if options.placer is not None:
             close_first_at_exit()
+        parts: list[Any] = [self.workers]
+        self._stop = Finalizer(self, partial(_stop, parts), limit_s)
         try:
             self._connect()
         except BaseException:
             # Not on this thread: an exception may have broken off what it did, and may do so again.
-            Finalizer(self, self.workers.close, CLOSING_LIMIT_S)()
+            self._stop()
             raise
+        parts.append(self.pool)
 
     def _connect(self) -> None:
         """Build what drives the workers, and have the workers' manager report to the pool."""
@@ -150,7 +155,7 @@ class Session(Backend):
         if (plan := options.evaluation) is not None:
             self.evaluators = Evaluators(self.pool, plan, options.evaluating)
             self.pool.on_weights = self.evaluators.has_weights
-        self.handover_receiver = HandoverReceiver(workers.transport)
+        self._handover_receiver = HandoverReceiver(workers.transport)
         workers.attach(self.pool)
 
     def _batch_plan(self) -> BatchPlan:
@@ -197,14 +202,14 @@ class Session(Backend):
 
     # Rollouts.
 
-    def collect(self, timeout_s: float, last: Sequence[int]) -> Collected:
-        self._publish_automatically(last)
+    def _collect(self, timeout_s: float) -> Batch:
+        self._publish_automatically()
         delivery = self._gather(timeout_s)
+        limit = self._options.mask_above
         try:
             headers = [rollout.header for rollout in delivery.rollouts]
-            batch = self.assembled(self.layout, delivery.rollouts)
-            limit = self._options.mask_above
-            lags = count_lags(batch, delivery.rollouts, self.pool.lag, limit)
+            frames = self._assembled(self.layout, delivery.rollouts)
+            lags = count_lags(frames, delivery.rollouts, self.pool.lag, limit)
         except BaseException:
             self.pool.given_up(delivery, "given_up")
             raise
@@ -219,7 +224,7 @@ class Session(Backend):
                     masked[header.worker_id] += sum(n for lag, n in counts if lag > limit)
             self.pool.delivered(delivery, lags, masked)
 
-        return Collected(batch, headers, stats_of(lags), settle)
+        return Batch(frames, headers, _stats_of(lags), settle)
 
     def _gather(self, timeout_s: float) -> Delivery:
         """The rollouts of the next batch.
@@ -234,12 +239,12 @@ class Session(Backend):
                 if not self.workers.is_elastic or self.workers.num_present:
                     raise
 
-    def _publish_automatically(self, last: Sequence[int]) -> None:
-        if self._options.update_at_each_batch and last:
+    def _publish_automatically(self) -> None:
+        if self._options.update_at_each_batch and self.last_workers:
             with self._stats_recorder.publishing():
-                self.publisher.publish_own(last, sync=self._options.sync)
+                self.publisher.publish_own(self.last_workers, sync=self._options.sync)
 
-    def assembled(self, layout: Layout, rollouts: Sequence[Rollout]) -> TensorDict:
+    def _assembled(self, layout: Layout, rollouts: Sequence[Rollout]) -> TensorDict:
         """Return a batch of these rollouts, for :meth:`.BatchFormat.shaped`."""
         return assemble(
             layout,
@@ -250,17 +255,21 @@ class Session(Backend):
             shape=self._options.batch_format.shape(layout, rollouts),
         )
 
-    def hand_over(self, timeout_s: float, keep_s: float, last: Sequence[int]) -> RolloutReference:
-        """Return a reference to the next rollout, which its worker keeps for ``keep_s`` seconds.
-
-        ``last``, Raises: as for :meth:`collect`.
-        """
-        self._publish_automatically(last)
-        request = self.pool.hand_over(timeout_s, keep_s)
+    def hand_over(self, timeout_s: float | None, keep_s: float) -> RolloutReference:
+        """See :meth:`.RPCDataCollector.hand_over`."""
+        if self.is_over():
+            raise StopIteration
+        self._publish_automatically()
+        request = self.pool.hand_over(self.limit_s(timeout_s), keep_s)
+        header = request.known_header
+        lag = self.pool.lag(header.worker_id, header.policy_version[0])
+        lags = [(lag, header.num_frames)]
+        self._stats_recorder.delivered([(header.worker_id, lags)])
+        self._count([header], _stats_of([lags]))
         return RolloutReference(
             identity().trainer,
             identity().run_id,
-            request.known_header,
+            header,
             self.layout,
             request.slot.peer,
             self.workers.transport.address_of(request.slot.peer),
@@ -269,22 +278,39 @@ class Session(Backend):
             request.tensors,
         )
 
+    def take_over(self, reference: RolloutReference, timeout_s: float | None) -> TensorDict | None:
+        """See :meth:`.RPCDataCollector.take_over`; None if it went to the replay buffer."""
+        if self._waiting is not None:
+            self._give(self._waiting)
+        self._stats_recorder.switch_to("transfer")
+        rollouts = [self._handover_receiver.take(reference, self.limit_s(timeout_s))]
+        self._stats_recorder.switch_to("assemble")
+        rows = self._assembled(reference.layout, rollouts)
+        newest = self.pool.version
+        lags = count_lags(
+            rows, rollouts, lambda _, version: max(0, newest - version), self._options.mask_above
+        )
+        self.lag = _stats_of(lags)
+        frames = self._options.batch_format.shaped(rows, reference.layout)
+        return self._give(Batch(without_stop(self._processed, frames)))
+
     # What the user asks for between two batches.
 
-    def wait_for(self, push: PushHandle) -> None:
-        """Wait until it is known of every worker whether it has the weights.
-
-        Raises:
-            WorkerLost: a worker had died before, and no other worker will come.
-            WeightsTimeout, WorkerError: see :meth:`PushHandle.wait`.
-        """
-        try:
-            push.wait()
-        except WorkerLost:
-            signals.check()
-            # A worker that joins later starts with these weights.
-            if not self.workers.is_elastic:
-                raise
+    def _publish(
+        self, weights: Weights | None, worker_ids: WorkerIds, *, wait: bool
+    ) -> PushHandle | None:
+        # A version that is sent to no worker would be unknown to workers that join later.
+        self.workers.await_enough()
+        push = self.publisher.publish(weights, worker_ids, self.last_workers)
+        if wait and push is not None:
+            try:
+                push.wait()
+            except WorkerLost:
+                signals.check()
+                # A worker that joins later starts with these weights.
+                if not self.workers.is_elastic:
+                    raise
+        return push
 
     def set_hooks(self, hooks: Hooks) -> None:
         pickled = pickling.pickled_hooks(hooks.pre_collect, hooks.post_collect)
@@ -308,27 +334,31 @@ class Session(Backend):
     def evaluate(self, request: EvaluationRequest, worker_ids: WorkerIds) -> Evaluation:
         return self._remote_calls.evaluate(request, worker_ids)
 
-    def resume(self, version: int, first_traj_id: int, frames: int) -> None:
+    def resume(self, version: int, first_traj_id: int) -> None:
         timeout_s = self._options.fault_limits.batch_timeout_s
-        self.pool.resume(version, identity().resume(first_traj_id), frames, timeout_s)
+        first_traj_id = identity().resume(first_traj_id)
+        self.pool.resume(version, first_traj_id, self.resumed_frames, timeout_s)
+
+    def close(self, *, close_envs: bool) -> None:
+        super().close(close_envs=close_envs)
+        self._stop()
+        log.info("where the frames went:\n%s", self.pool.ledger)
 
 
-def stats_of(lags: Sequence[Sequence[tuple[int, int]]]) -> LagStats:
+def _stats_of(lags: Sequence[Sequence[tuple[int, int]]]) -> LagStats:
     """Return the summary of each rollout's pairs (lag, frames)."""
     return LagStats.of([count for counts in lags for count in counts])
 
 
-def stop(pool: Pool, workers: Workers) -> None:
-    """End a session's parts, in this order. To be called once.
+def _stop(parts: Sequence[Any]) -> None:
+    """Close the pool, which requests nothing more then, and the workers. To be called once.
 
-    A finalizer of the collector has this called. It must not refer to the session: the session
-    holds the user's arguments, and one of these, such as a bound method, may refer to the
-    collector, which would then never be finalized.
+    A finalizer has this called. It must not refer to the session, which holds the user's arguments:
+    one of these, such as a bound method, may refer to the collector, which would then never be
+    finalized.
     """
-    try:
-        # No more requests. What other trainers may still take is settled with the workers.
-        pool.close()
-    finally:
-        # Stops the workers, reaps their processes, and closes the transport.
-        workers.close()
-    log.info("where the frames went:\n%s", pool.ledger)
+    with contextlib.ExitStack() as last_first:
+        # The workers' manager reaps processes and closes the transport. What other trainers may
+        # still take is settled with the workers.
+        for part in parts:
+            last_first.callback(part.close)

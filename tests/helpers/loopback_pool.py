@@ -89,7 +89,7 @@ class LoopbackWorkers:
 
 def workers_of(collector: Any) -> Any:
     """Return the workers of a collector that :func:`loopback_collector` has made."""
-    return collector._session.workers
+    return collector._backend.workers
 
 
 def loopback_collector(

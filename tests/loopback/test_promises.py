@@ -117,13 +117,13 @@ class Promises(RuleBasedStateMachine):
 
     @property
     def workers(self) -> ChurningWorkers:
-        workers: ChurningWorkers = self.collector._session.workers
+        workers: ChurningWorkers = self.collector._backend.workers
         return workers
 
     @property
     def present(self) -> list[int]:
         self.workers.settle()
-        return list(self.collector._session.pool.worker_ids)
+        return list(self.collector._backend.pool.worker_ids)
 
     # What the user does.
 
@@ -169,7 +169,7 @@ class Promises(RuleBasedStateMachine):
             for worker_id, version, shown in zip(
                 workers, versions, about["mask"][real].tolist(), strict=True
             ):
-                lag = self.collector._session.pool.lag(worker_id, version)
+                lag = self.collector._backend.pool.lag(worker_id, version)
                 assert shown == (lag <= staleness.max_policy_lag)
 
     @rule(chosen=st.sets(WORKERS, max_size=3), wait=st.booleans())
@@ -193,7 +193,7 @@ class Promises(RuleBasedStateMachine):
         except WorkerLost as error:
             note(f"all of {worker_ids} are gone: {error}")
         assert self.collector.policy_version == version
-        for worker_id in worker_ids or self.collector._session.pool.worker_ids:
+        for worker_id in worker_ids or self.collector._backend.pool.worker_ids:
             self.sent[worker_id] = version
 
     @rule(seed=st.integers(0, 1000))
@@ -265,7 +265,7 @@ class Promises(RuleBasedStateMachine):
     def preempt(self) -> None:
         """The rollouts that are collected for the next batch end early."""
         if "preemptive_threshold" in self.mode:
-            pool = self.collector._session.pool
+            pool = self.collector._backend.pool
             pool._loop.do(pool._core.end_early)
             self.next()
 

@@ -41,7 +41,7 @@ def test_no_frame_is_lost_to_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
     """And the server's thread computes little, and keeps little of what they send."""
     monkeypatch.setenv("DISTCOLLECT_TOKEN", SECRET)
     with dc.RPCDataCollector("CartPole-v1", frames_per_batch=64, num_workers=2) as collector:
-        server = collector._session.workers._hosts.join_server
+        server = collector._backend.workers._hosts.join_server
         for _ in range(20):
             collector.next()
         used, size, begin = cpu_s(), resident_mib(), time.monotonic()

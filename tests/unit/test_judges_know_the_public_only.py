@@ -41,7 +41,7 @@ def test_a_private_part_is_found() -> None:
         "import distcollect.pool.pool",
         "from distcollect.pool import pool",
         "from distcollect import _MODULES",
-        "collector._session",
+        "collector._backend",
     ):
         assert list(private_parts(ast.parse(source))), source
     assert not list(private_parts(ast.parse("import distcollect as dc\nself._log, dc.__all__")))

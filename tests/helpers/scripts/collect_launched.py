@@ -72,7 +72,7 @@ def main():
                     policy.version += 1
                 collector.update_policy_weights_()
             worker_ids = batch["collector", "worker_id"].unique().tolist()
-            workers = collector._session.workers
+            workers = collector._backend.workers
             peers = [process.peer for process in workers._lifecycle.processes.values()]
             shared = sum(map(workers.transport.shares_memory, peers))
             seen.append(

@@ -98,7 +98,7 @@ def hand_over(collector):
     assert "not taken within 0.1 s" in answer, answer
 
     reference = collector.hand_over(SOON_S)
-    [process] = collector._session.workers._lifecycle.processes.values()
+    [process] = collector._backend.workers._lifecycle.processes.values()
     os.kill(process.connection.hello.pid, signal.SIGKILL)
     wait_until(lambda: ledger().lost.get("worker_lost", 0) >= FRAMES)
     assert "0: worker 0: its rollout" in (answer := send(reference)), answer
@@ -114,7 +114,7 @@ def hand_over(collector):
 
 def take_over(collector):
     """Take all rollouts that the first trainer offers; return the number of frames."""
-    transport = collector._session.workers.transport
+    transport = collector._backend.workers.transport
     taken = 0
     while True:
         message = [None]

@@ -39,7 +39,7 @@ def main():
         weight_updater=dc.BroadcastUpdater(),
     ) as collector:
         groups = []
-        updater = collector._session.updater
+        updater = collector._backend.updater
         sources, send = updater.sources, updater.send
 
         def note_group(payload, peers):

@@ -1,4 +1,4 @@
-"""Makes batches of the rollouts that a backend collects, one after the other."""
+"""Makes batches of rollouts, one after the other, wherever these are collected."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import contextlib
 import threading
 import time
 import warnings
-from collections import deque
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from tensordict import TensorDict
 from torch import nn
 
+from distcollect.collectors.background import Background
 from distcollect.collectors.batch_format import Rows, WholeTrajectories
 from distcollect.collectors.options import CollectorOptions
 from distcollect.collectors.replay import frames_for
@@ -21,13 +22,14 @@ from distcollect.collectors.stacklevel import users_stack_level, without_stop
 from distcollect.common import checks
 from distcollect.errors import BatchTimeout, CollectorStateError
 from distcollect.policy.weight_layout import WeightLayout, state_tensors
-from distcollect.pool.publisher import WorkerIds
+from distcollect.pool.publisher import Weights, WorkerIds
 from distcollect.pool.remote_calls import EnvCall
 from distcollect.results import Evaluation, LagStats, Stats
 from distcollect.rollout.header import Header
 from distcollect.rollout.layout import Layout
 from distcollect.telemetry.recorder import StatsRecorder
 from distcollect.transport.worker_service import EvaluationRequest
+from distcollect.weights.push_handle import PushHandle
 
 # A buffer is filled in the background at its own pace, so the loop may well publish later.
 PATIENCE_IN_BACKGROUND = 20
@@ -85,26 +87,30 @@ class Hooks(NamedTuple):
     post_collect: Callable[[TensorDict], Any] | None
 
 
-@dataclass(frozen=True)
-class Collected:
-    """The rollouts of a batch, which a batch is made of.
+@dataclass(eq=False)
+class Batch:
+    """The frames of a batch, until the user has them.
 
     Attributes:
-        rows: as :meth:`.BatchFormat.shaped` takes them.
-        headers: of the W rollouts.
-        lag: the lags of their frames.
+        frames: of W rollouts, as :meth:`.BatchFormat.shaped` takes them, and then as they are
+            delivered; None: all frames are collected, and no trajectory is whole.
+        headers: of the rollouts.
+        lag: the lags of the frames.
         settle: to be called once: with None when the user has the frames, with the cause when they
-            are lost.
+            are lost; None: that is done.
     """
 
-    rows: TensorDict
-    headers: Sequence[Header]
-    lag: LagStats
-    settle: Callable[[str | None], None]
+    frames: TensorDict | None
+    headers: Sequence[Header] = ()
+    lag: LagStats | None = None
+    settle: Callable[[str | None], None] | None = None
 
 
-class Backend(Protocol):
-    """What steps the envs for a collector: this process, or workers.
+class Backend(ABC):
+    """Steps envs for a collector, in this process or in workers, and makes batches of the rollouts.
+
+    It gives batches to one thread at a time, within ``with backend:``. A batch that the user does
+    not have, as the replay buffer raised, comes first the next time.
 
     Attributes:
         layout: of each rollout.
@@ -112,98 +118,30 @@ class Backend(Protocol):
         hooks: what is called where the envs are stepped.
         unpublished: notices changes of the weights, until some are published; None: nobody looks.
         publishing_outdates: whether newer weights make a batch useless that the user does not have.
+        begin: called before the first batch.
+        frames: frames collected so far, with padding and with those of the run that was resumed.
+        resumed_frames: those of the run that was resumed.
+        batches: batches collected.
+        last_workers: ids of the workers whose frames are in the last batch; empty: there is none.
+        lag: the lags of the last batch.
     """
 
     layout: Layout
     frames_per_batch: int
-    hooks: Hooks
     unpublished: UnpublishedChanges | None = None
     publishing_outdates: bool = True
+    begin: Callable[[], None] | None = None
 
-    @property
-    def policy_version(self) -> int:
-        """Version of the newest published weights."""
-
-    @property
-    def policy(self) -> Any:
-        """The policy as it was given, or made by ``policy_factory``; None: random actions."""
-
-    def collect(self, timeout_s: float, last: Sequence[int]) -> Collected:
-        """Collect the rollouts of the next batch.
-
-        Args:
-            timeout_s: seconds to wait.
-            last: ids of the workers whose frames are in the last batch; empty: there is none.
-        """
-
-    def processed(self, batch: TensorDict, options: CollectorOptions) -> TensorDict:
-        """Return the batch as it is delivered."""
-        return options.batch_format.processed(batch)
-
-    def set_hooks(self, hooks: Hooks) -> None:
-        """Call these from now on."""
-
-    def seed(self, seed: int, static_seed: bool) -> int:
-        """See :meth:`.DataCollectorBase.set_seed`."""
-
-    def call(self, call: EnvCall, worker_ids: WorkerIds) -> dict[int, list[Any]]:
-        """See :meth:`.DataCollectorBase.call`."""
-
-    def evaluate(self, request: EvaluationRequest, worker_ids: WorkerIds) -> Evaluation:
-        """See :meth:`.DataCollectorBase.evaluate`."""
-
-    def resume(self, version: int, first_traj_id: int, frames: int) -> None:
-        """Continue with this policy_version and traj_id; ``frames`` were collected before."""
-
-    def snapshot(self, known: Stats) -> Stats:
-        """Return ``known`` with all other fields filled in."""
-
-
-@dataclass(eq=False)
-class _Ready:
-    """A complete batch that the user does not have yet.
-
-    Attributes:
-        batch: the batch; None: all frames are collected, and no trajectory is whole.
-        collected: what it was made of, if that is still to be settled with it.
-    """
-
-    batch: TensorDict | None
-    collected: Collected | None = None
-
-
-class Flow:
-    """Gives batches to one thread at a time, within ``with flow:``.
-
-    A batch that the user does not have yet, as the replay buffer raised, comes first the next time.
-
-    Attributes:
-        frames: frames collected so far, with padding and with those of the run that was resumed.
-        resumed_frames: those of the run that was resumed.
-        batches: batches collected.
-        workers: ids of the workers whose frames are in the last batch.
-        lag: the lags of the last batch.
-        total_frames: frames after which it ends; -1: never.
-    """
-
-    def __init__(
-        self,
-        options: CollectorOptions,
-        backend: Backend,
-        stats_recorder: StatsRecorder,
-        begin: Callable[[], None],
-    ) -> None:
-        """Start without frames; ``begin`` is called before the first batch."""
+    def __init__(self, options: CollectorOptions, stats_recorder: StatsRecorder) -> None:
+        """Start without frames."""
+        self.hooks = Hooks(options.pre_collect_hook, options.post_collect_hook)
         self.frames = self.resumed_frames = self.batches = 0
-        self.workers: tuple[int, ...] = ()
+        self.last_workers: tuple[int, ...] = ()
         self.lag: LagStats | None = None
-        self.total_frames = options.rounded_total_frames(backend.frames_per_batch)
         self._options = options
-        self._backend = backend
         self._stats_recorder = stats_recorder
-        self._begin: Callable[[], None] | None = begin
-        self._waiting: deque[_Ready] = deque()
-        self._adding: _Ready | None = None  # the one that is added to the replay buffer now
+        self._waiting: Batch | None = None  # that the replay buffer did not take
+        self._adding: Batch | None = None  # the one that is added to the replay buffer now
         self._is_closed = False
         self._holder: int | None = None  # the thread that makes a batch
         self._lock = threading.Condition()  # of all that other threads change, and of settling
@@ -214,6 +152,52 @@ class Flow:
                 None if has_buffer else options.trajs_per_batch,
                 pads=options.batch_format.rows is not Rows.CAT,
             )
+
+    # What this process and workers do each in their own way.
+
+    @property
+    @abstractmethod
+    def policy_version(self) -> int:
+        """Version of the newest published weights."""
+
+    @property
+    @abstractmethod
+    def policy(self) -> Any:
+        """The policy as it was given, or made by ``policy_factory``; None: random actions."""
+
+    @abstractmethod
+    def _collect(self, timeout_s: float) -> Batch:
+        """Collect the rollouts of the next batch, within ``timeout_s`` seconds."""
+
+    @abstractmethod
+    def _publish(
+        self, weights: Weights | None, worker_ids: WorkerIds, *, wait: bool
+    ) -> PushHandle | None:
+        """See :meth:`.DataCollectorBase.update_policy_weights_`."""
+
+    @abstractmethod
+    def set_hooks(self, hooks: Hooks) -> None:
+        """Call these from now on."""
+
+    @abstractmethod
+    def seed(self, seed: int, static_seed: bool) -> int:
+        """See :meth:`.DataCollectorBase.set_seed`."""
+
+    @abstractmethod
+    def resume(self, version: int, first_traj_id: int) -> None:
+        """Continue with this policy_version and traj_id, and with :attr:`resumed_frames`."""
+
+    @abstractmethod
+    def call(self, call: EnvCall, worker_ids: WorkerIds) -> dict[int, list[Any]]:
+        """See :meth:`.DataCollectorBase.call`."""
+
+    @abstractmethod
+    def evaluate(self, request: EvaluationRequest, worker_ids: WorkerIds) -> Evaluation:
+        """See :meth:`.DataCollectorBase.evaluate`."""
+
+    @abstractmethod
+    def snapshot(self, known: Stats) -> Stats:
+        """Return ``known`` with all other fields filled in."""
 
     # One thread at a time.
 
@@ -237,8 +221,8 @@ class Flow:
             self._holder = threading.get_ident()
         try:
             self._stats_recorder.switch_to("assemble")
-            if self._begin is not None:
-                begin, self._begin = self._begin, None
+            if self.begin is not None:
+                begin, self.begin = self.begin, None
                 begin()
         except BaseException:
             self.__exit__()
@@ -264,113 +248,105 @@ class Flow:
         Raises:
             StopIteration: there is none any more.
         """
-        if not self._waiting:
-            ready = without_stop(self._made, timeout_s)
-            if ready is None:
-                raise StopIteration
-            self._waiting.append(ready)
-        return self._give()
+        batch = self._waiting or without_stop(self._made, timeout_s)
+        if batch is None:
+            raise StopIteration
+        return self._give(batch)
 
-    def give(self, rows: TensorDict, layout: Layout, lag: LagStats) -> TensorDict | None:
-        """Give a rollout that is in another trainer's ledger, after all that waits."""
-        batch = without_stop(self._processed, rows, layout)
-        self._waiting.append(_Ready(batch))
-        self.lag = lag
-        while len(self._waiting) > 1:
-            self._give()
-        return self._give()
-
-    def _give(self) -> TensorDict | None:
-        ready, buffer = self._waiting[0], self._options.replay_buffer
-        if buffer is not None and ready.batch is not None:
-            by_step = not self._options.extend_buffer and self._backend.layout.num_envs > 1
-            frames = frames_for(ready.batch, buffer, self._rollouts_of, by_step=by_step)
+    def _give(self, batch: Batch) -> TensorDict | None:
+        self._waiting, buffer = batch, self._options.replay_buffer
+        if buffer is not None and batch.frames is not None:
+            by_step = not self._options.extend_buffer and self.layout.num_envs > 1
+            frames = frames_for(batch.frames, buffer, self._rollouts_of, by_step=by_step)
             if frames.shape.numel():  # frames.numel() is 1 for an empty TensorDict
                 with self._lock:
                     if self._is_closed:
                         raise CollectorStateError("the collector was shut down meanwhile")
-                    self._adding = ready
+                    self._adding = batch
                 try:
                     without_stop(buffer.extend, frames)
                 except BaseException:
                     self._adding = None
                     raise
-        self._waiting.popleft()
-        self._settle(ready, None)
-        return ready.batch if buffer is None else None
+        self._waiting = None
+        self._settle(batch, None)
+        return batch.frames if buffer is None else None
 
-    def _settle(self, ready: _Ready, cause: str | None) -> None:
+    def _settle(self, batch: Batch, cause: str | None) -> None:
         """Settle and count a batch once: :meth:`close`, on another thread, may come before."""
         with self._lock:
             self._adding = None
-            collected, ready.collected = ready.collected, None
-            if collected is not None:
-                collected.settle(cause)
+            settle, batch.settle = batch.settle, None
+            if settle is not None:
+                settle(cause)
                 if cause is None:
-                    self.count(collected.headers, collected.lag)
+                    self._count(batch.headers, batch.lag)
 
     def _rollouts_of(self, batch: TensorDict) -> list[TensorDict]:
         """The rollouts in a batch; the batch itself where it has another form."""
-        options, backend = self._options, self._backend
-        if batch.numel() != backend.frames_per_batch:
+        if batch.numel() != self.frames_per_batch:
             return [batch]
-        num_envs = backend.layout.num_envs
-        return options.batch_format.rollouts(batch, num_envs, options.rollouts_per_batch)
+        options = self._options
+        return options.batch_format.rollouts(
+            batch, self.layout.num_envs, options.rollouts_per_batch
+        )
 
-    def _made(self, timeout_s: float | None) -> _Ready | None:
-        if (watch := self._backend.unpublished) is not None:
-            watch.batch_begins()
+    def _made(self, timeout_s: float | None) -> Batch | None:
+        if self.unpublished is not None:
+            self.unpublished.batch_begins()
         if self._trajectories is not None:
-            return self._made_of_trajectories(timeout_s)
+            return self._made_of_trajectories(self._trajectories, timeout_s)
         if self.is_over():
             return None
-        collected = self._backend.collect(self.limit_s(timeout_s), self.workers)
+        batch = self._collect(self.limit_s(timeout_s))
+        assert batch.frames is not None
         try:
-            return _Ready(self._processed(collected.rows, self._backend.layout), collected)
+            shaped = self._options.batch_format.shaped(batch.frames, self.layout)
+            batch.frames = self._processed(shaped)
         except BaseException:
-            collected.settle("given_up")
+            self._settle(batch, "given_up")
             raise
+        return batch
 
-    def _processed(self, rows: TensorDict, layout: Layout) -> TensorDict:
-        batch = self._options.batch_format.shaped(rows, layout)
-        return self._backend.processed(batch, self._options)
+    def _processed(self, frames: TensorDict) -> TensorDict:
+        """Return the frames of a batch as they are delivered."""
+        return self._options.batch_format.processed(frames)
 
-    def _made_of_trajectories(self, timeout_s: float | None) -> _Ready | None:
+    def _made_of_trajectories(
+        self, trajectories: WholeTrajectories, timeout_s: float | None
+    ) -> Batch | None:
         before, limit_s = self.batches, self.limit_s(timeout_s)
         resets = self._options.reset_at_each_iter
         deadline = time.monotonic() + limit_s
-        while True:
-            trajectories = self._trajectories
-            assert trajectories is not None
-            if trajectories.ready:
-                batch = self._backend.processed(trajectories.first(), self._options)
-                trajectories.drop_first()
-                return _Ready(batch)
+        while not trajectories.ready:
             if self.is_over():
                 if self._options.replay_buffer is None or self.batches == before:
                     self.drop_trajectories()
                     return None
                 # Batches were collected, but no whole trajectory for the buffer: one more turn of
                 # the caller's loop.
-                return _Ready(None)
+                return Batch(None)
             left_s = deadline - time.monotonic()
             if self.batches > before and left_s <= 0:
                 raise trajectories.too_few(limit_s, resets=resets)
             try:
-                collected = self._backend.collect(max(left_s, 0.0), self.workers)
+                batch = self._collect(max(left_s, 0.0))
             except BatchTimeout as error:
                 if self.batches == before:
                     raise
                 raise trajectories.too_few(limit_s, resets=resets) from error
-            rows = self._options.batch_format.shaped(collected.rows, self._backend.layout)
+            assert batch.frames is not None
             num_before = trajectories.num_whole
-            trajectories.add(rows, collected.headers)
-            collected.settle(None)
-            self.count(collected.headers, collected.lag)
+            rows = self._options.batch_format.shaped(batch.frames, self.layout)
+            trajectories.add(rows, batch.headers)
+            self._settle(batch, None)
             # With resets in between, a trajectory that one rollout lacks comes in no later one.
             more = trajectories.num_whole > num_before
             if timeout_s is None and (more or not resets):
                 deadline = time.monotonic() + limit_s
+        frames = self._processed(trajectories.first())
+        trajectories.drop_first()
+        return Batch(frames)
 
     def is_over(self) -> bool:
         """Return True if ``total_frames`` are collected; then no time counts any more."""
@@ -379,17 +355,42 @@ class Flow:
             self._stats_recorder.end()
         return is_over
 
-    def count(self, headers: Sequence[Header], lag: LagStats) -> None:
+    def _count(self, headers: Sequence[Header], lag: LagStats | None) -> None:
         """Count a batch that the user has."""
-        self.frames += self._backend.frames_per_batch
+        self.frames += self.frames_per_batch
         self.batches += 1
-        self.workers = tuple(header.worker_id for header in headers)
+        self.last_workers = tuple(header.worker_id for header in headers)
         self.lag = lag
+
+    @property
+    def total_frames(self) -> int:
+        """Frames after which it ends; -1: never."""
+        return self._options.rounded_total_frames(self.frames_per_batch)
 
     def limit_s(self, timeout_s: float | None) -> float:
         """Return the time limit of a call; None: ``Faults.batch_timeout_s``."""
         limits = self._options.fault_limits
         return limits.batch_timeout_s if timeout_s is None else checks.plain(timeout_s)
+
+    # What the user asks for between two batches.
+
+    def publish(
+        self, weights: Weights | None, worker_ids: WorkerIds, *, wait: bool
+    ) -> PushHandle | None:
+        """Publish weights; a batch that the user does not have may be too old then."""
+        with self._stats_recorder.publishing():
+            version = self.policy_version
+            self.unpublished = None  # the user knows what to call
+            try:
+                return self._publish(weights, worker_ids, wait=wait)
+            finally:
+                if self.publishing_outdates and self.policy_version != version:
+                    self.drop("given_up")
+
+    def use(self, background: Background) -> None:
+        """Collect only on this thread from now on, which was not started yet."""
+        if self.unpublished is not None:
+            self.unpublished.patience = PATIENCE_IN_BACKGROUND
 
     # What the user never gets.
 
@@ -399,13 +400,25 @@ class Flow:
         return 0 if self._trajectories is None else self._trajectories.abandoned_frames
 
     def drop(self, cause: str) -> None:
-        """Forget the batches that wait for the next call; their frames are lost by ``cause``."""
+        """Forget the batch that waits for the next call; its frames are lost by ``cause``."""
         with self._lock:
-            while self._waiting and self._holder is None:  # else one is on its way to the user now
-                self._settle(self._waiting.popleft(), cause)
+            # With a holder, it is on its way to the user now.
+            if self._waiting is not None and self._holder is None:
+                self._settle(self._waiting, cause)
+                self._waiting = None
 
-    def close(self) -> None:
-        """Nobody gets anything more; the buffer has the batch that is being added to it."""
+    def drop_trajectories(self) -> None:
+        """Forget the trajectories, whole or not, and a batch that was not delivered."""
+        self.drop("given_up")
+        if self._trajectories is not None:
+            self._trajectories.abandon()
+
+    def close(self, *, close_envs: bool) -> None:
+        """End: nobody gets anything more. The buffer has the batch that is being added to it.
+
+        It is called again if an exception broke it off. ``close_envs``: as of
+        :meth:`.DataCollectorBase.shutdown`.
+        """
         with self._lock:
             self._is_closed = True
             if self._adding is not None:
@@ -413,9 +426,3 @@ class Flow:
                 with contextlib.suppress(CollectorStateError):
                     self._settle(self._adding, None)
         self.drop("shut_down")
-
-    def drop_trajectories(self) -> None:
-        """Forget the trajectories, whole or not, and the batches that were not delivered."""
-        self.drop("given_up")
-        if self._trajectories is not None:
-            self._trajectories.abandon()
