@@ -15,7 +15,7 @@ from tensordict import TensorDict
 from torch import nn
 
 from distcollect.collectors.background import Background
-from distcollect.collectors.batch_format import Rows, WholeTrajectories
+from distcollect.collectors.batch_format import WholeTrajectories
 from distcollect.collectors.options import CollectorOptions
 from distcollect.collectors.replay import frames_for
 from distcollect.collectors.stacklevel import users_stack_level, without_stop
@@ -150,7 +150,7 @@ class Backend(ABC):
             has_buffer = options.replay_buffer is not None
             self._trajectories = WholeTrajectories(
                 None if has_buffer else options.trajs_per_batch,
-                pads=options.batch_format.rows is not Rows.CAT,
+                pads=options.traj_format != "cat",
             )
 
     # What this process and workers do each in their own way.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -20,27 +19,10 @@ if TYPE_CHECKING:
     from distcollect.collectors.options import CollectorOptions
 
 
-class Rows(enum.Enum):
-    """What the rows of a batch are.
-
-    Attributes:
-        ROLLOUTS: rows of rollouts, as they were collected.
-        PARTS: trajectories, or parts of them: ``split_trajs``.
-        WHOLE: whole trajectories, padded: ``trajs_per_batch``.
-        CAT: there is one row, of one whole trajectory after the other: ``traj_format="cat"``.
-    """
-
-    ROLLOUTS = enum.auto()
-    PARTS = enum.auto()
-    WHOLE = enum.auto()
-    CAT = enum.auto()
-
-
 class BatchFormat:
     """Gives batches the form that a collector's options ask for.
 
     Attributes:
-        rows: what the rows of a batch are.
         joins: how the rollouts of a sync batch are joined: 0 along their first dimension, -1 along
             time, "stack" along a new first dimension.
     """
@@ -54,52 +36,44 @@ class BatchFormat:
         if joins not in (0, -1, "stack") or isinstance(joins, bool):
             raise ArgumentError(f"cat_results={joins!r}: use 0, -1 or 'stack'")
         self.joins = joins
-        self.rows = Rows.PARTS if options.split_trajs else Rows.ROLLOUTS
-        if options.trajs_per_batch is not None:
-            self.rows = Rows.CAT if options.traj_format == "cat" else Rows.WHOLE
         self._options = options
+        self._has_trajectories = bool(options.split_trajs) or options.trajs_per_batch is not None
+
+    def _joins_at_once(self, layout: Layout) -> bool:
+        """Return True if rollouts are assembled as they are joined."""
+        is_changed = self._has_trajectories or self._options.set_truncated or layout.is_loose
+        return self.joins == 0 and not is_changed
 
     def shape(self, layout: Layout, rollouts: Sequence[Rollout]) -> tuple[int, ...] | None:
-        """The shape in which a batch is assembled from W rollouts; None: ``[W * n, T]``."""
-        if not self._keeps_order(layout):
+        """The shape in which a batch is assembled from W rollouts; None: as a loose layout has it.
+
+        It is ``[W, *dims, T]``, with the dimensions of a rollout's rows, or what the user gets.
+        """
+        if layout.is_loose:
             return None
         num_rollouts, num_steps = len(rollouts), rollouts[0].header.num_steps
         dims = layout.row_dims(squeeze=self._options.squeeze)
-        if self.joins == "stack":
+        if not self._joins_at_once(layout):
             return (num_rollouts, *dims, num_steps)
-        if dims:
-            return (num_rollouts * layout.num_envs, num_steps)
-        return (num_rollouts * num_steps,)
-
-    def _keeps_order(self, layout: Layout) -> bool:
-        """Return True if the frames of a batch are those of its rollouts, in their order."""
-        is_changed = self.rows is not Rows.ROLLOUTS or self._options.set_truncated
-        return not is_changed and self.joins != -1 and not layout.is_torchrl
+        # Each operation on a TensorDict takes long.
+        first, *others = *dims, num_steps
+        return (num_rollouts * first, *others)
 
     def shaped(self, rows: TensorDict, layout: Layout) -> TensorDict:
-        """A batch made of rollouts, in its shape.
+        """A batch made of rollouts, in its shape; with trajectories, ``[W, *dims, T]``.
 
         Args:
-            rows: the rollouts of W workers one after the other, in the shape that :meth:`shape`
-                says; for a loose layout ``[W, *batch_size, T]``.
+            rows: the rollouts of W workers, in the shape that :meth:`shape` says; for a loose
+                layout ``[W, *batch_size, T]``.
             layout: the layout of each rollout.
         """
-        if self._keeps_order(layout):
-            return rows  # each operation on a TensorDict takes long
         if self._options.set_truncated:
             _truncate_last(rows, even_terminated=layout.is_torchrl)
-        if self.rows is not Rows.ROLLOUTS:
+        if self._has_trajectories or self._joins_at_once(layout):
             return rows
-        squeeze = self._options.squeeze
-        dims = layout.row_dims(squeeze=squeeze)
-        if layout.is_loose:
-            rollouts = rows.unsqueeze(1) if rows.ndim == 2 and not squeeze else rows
-        elif self.joins == 0 and len(dims) == 1:
-            return rows
-        else:
-            rollouts = rows.unflatten(0, (rows.shape[0] // layout.num_envs, *(dims or (1,))))
-            rollouts = rollouts if dims else rollouts.squeeze(1)
-        return joined(rollouts, self.joins)
+        if layout.is_loose and rows.ndim == 2 and not self._options.squeeze:
+            rows = rows.unsqueeze(1)
+        return joined(rows, self.joins)
 
     def rollouts(self, batch: TensorDict, num_envs: int, num_rollouts: int) -> list[TensorDict]:
         """The rollouts ``[n, T]`` in a batch, or the batch itself if each is of a single env.
@@ -122,7 +96,7 @@ class BatchFormat:
             ArgumentTypeError: ``postproc`` returned no TensorDict. Its own errors pass through.
         """
         options = self._options
-        if self.rows is Rows.PARTS:
+        if options.split_trajs:
             batch = split(batch)
         if options.track_policy_version:
             for key in ("policy_version", ("next", "policy_version")):
@@ -216,11 +190,10 @@ class WholeTrajectories:
         """Add the trajectories in W rollouts.
 
         Args:
-            rows: ``[W * n, T]``, or for a loose layout ``[W, *batch_size, T]``.
+            rows: ``[W, *dims, T]``, with the dimensions of a rollout's rows.
             headers: of the rollouts.
         """
-        num_envs = len(rows) // len(headers)
-        for header, rollout in zip(headers, rows.split(num_envs), strict=True):
+        for header, rollout in zip(headers, rows.unbind(0), strict=True):
             self._add(rollout, header)
 
     def _add(self, rows: TensorDict, header: Header) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import cloudpickle
 import numpy as np
@@ -25,6 +24,9 @@ from distcollect.envs.make import EnvContext
 from distcollect.envs.registered import pickled_registry
 from distcollect.errors import ArgumentError, DistCollectError, PolicyNotSendable
 from distcollect.policy.weight_layout import module_of
+
+# A policy and its models.
+_Parts: TypeAlias = tuple[Any, Mapping[str, nn.Module]]
 
 
 class EnvCopies:
@@ -189,7 +191,7 @@ def _fails(value: object) -> bool:
     return False
 
 
-def copied(policy: Any, models: Mapping[str, nn.Module]) -> tuple[Any, Mapping[str, nn.Module]]:
+def copied(policy: Any, models: Mapping[str, nn.Module]) -> _Parts:
     """Policy and models that share no weight with the given ones.
 
     Raises:
@@ -200,13 +202,11 @@ def copied(policy: Any, models: Mapping[str, nn.Module]) -> tuple[Any, Mapping[s
         "it is a function of a module that can be imported, or its class has or uses the weights, "
         "and so they are never copied"
     )
-    # A deep copy of a function is the function itself, with the variables of its closure.
-    for duplicate in (copy.deepcopy, _pickled_and_back):
-        try:
-            copies: tuple[Any, Mapping[str, nn.Module]] = duplicate((policy, models))
-        except Exception as error:  # noqa: BLE001 - the next way, or the reason below
-            reason = f"{type(error).__name__}: {error}"
-            continue
+    try:
+        copies = _pickled_and_back((policy, models))
+    except Exception as error:  # noqa: BLE001 - the reason is told
+        reason = f"{type(error).__name__}: {error}"
+    else:
         if own.isdisjoint(id(tensor) for tensor in _tensors(*copies)):
             return copies
     raise ArgumentError(
@@ -215,7 +215,7 @@ def copied(policy: Any, models: Mapping[str, nn.Module]) -> tuple[Any, Mapping[s
     )
 
 
-def _pickled_and_back(given: Any) -> Any:
+def _pickled_and_back(given: _Parts) -> _Parts:
     classes: list[type] = []
 
     def kept(value: object) -> int | None:
@@ -228,7 +228,8 @@ def _pickled_and_back(given: Any) -> Any:
     file = io.BytesIO()
     PicklerWithout(file, kept).dump(given)
     file.seek(0)
-    return UnpicklerWith(file, classes).load()
+    copies: _Parts = UnpicklerWith(file, classes).load()
+    return copies
 
 
 def _tensors(policy: Any, models: Mapping[str, nn.Module]) -> Iterator[torch.Tensor]:

@@ -306,18 +306,6 @@ class RPCDataCollector(DataCollectorBase):
         candidates = in_background if by_call is None else [by_call, *in_background]
         return max(candidates, key=lambda each: int(each.policy_version.max()), default=None)
 
-    def shutdown(
-        self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
-    ) -> None:
-        """End and reap the workers; takes little more than ``Faults.stop_timeout_s`` at most.
-
-        Args:
-            timeout: has no effect: ``Faults.stop_timeout_s`` is the limit.
-            close_env: has no effect: workers always close their envs.
-            raise_on_error: False: errors of workers that end are only logged.
-        """
-        super().shutdown(timeout, close_env, raise_on_error)
-
 
 class DistributedSyncDataCollector(RPCDataCollector):
     """The same as :class:`RPCDataCollector` with ``sync=True``."""
