@@ -25,7 +25,8 @@ from distcollect.policy.weight_layout import WeightLayout, state_tensors
 from distcollect.pool.publisher import Weights, WorkerIds
 from distcollect.pool.remote_calls import EnvCall
 from distcollect.results import Evaluation, LagStats, Stats
-from distcollect.rollout.header import Header
+from distcollect.rollout.assemble import assemble
+from distcollect.rollout.header import Header, Rollout
 from distcollect.rollout.layout import Layout
 from distcollect.telemetry.recorder import StatsRecorder
 from distcollect.transport.worker_service import EvaluationRequest
@@ -152,6 +153,17 @@ class Backend(ABC):
                 None if has_buffer else options.trajs_per_batch,
                 pads=options.traj_format != "cat",
             )
+
+    def _use_layout(self, layout: Layout) -> None:
+        """Make batches of rollouts of this layout.
+
+        Raises:
+            ArgumentError: ``frames_per_batch`` can't be split over the envs.
+        """
+        self.layout = layout
+        options, num_envs = self._options, layout.num_envs
+        self._num_steps = options.num_steps(num_envs, rounds_up=layout.is_torchrl)
+        self.frames_per_batch = self._num_steps * num_envs * options.rollouts_per_batch
 
     # What this process and workers do each in their own way.
 
@@ -307,6 +319,17 @@ class Backend(ABC):
             self._settle(batch, "given_up")
             raise
         return batch
+
+    def _assembled(self, layout: Layout, rollouts: Sequence[Rollout]) -> TensorDict:
+        """Return a batch of these rollouts, for :meth:`.BatchFormat.shaped`."""
+        return assemble(
+            layout,
+            rollouts,
+            mask=self._options.has_mask,
+            compact=self._options.compact_obs,
+            device=self._options.devices.storing,
+            shape=self._options.batch_format.shape(layout, rollouts),
+        )
 
     def _processed(self, frames: TensorDict) -> TensorDict:
         """Return the frames of a batch as they are delivered."""

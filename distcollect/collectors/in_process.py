@@ -13,7 +13,6 @@ from typing import Any
 
 from tensordict import TensorDict
 
-from distcollect.collectors import validation
 from distcollect.collectors.backend import (
     PATIENCE_IN_BACKGROUND,
     Backend,
@@ -45,9 +44,8 @@ from distcollect.results import (
     Stats,
     WorkerState,
 )
-from distcollect.rollout.assemble import assemble
 from distcollect.rollout.header import Header, Rollout
-from distcollect.rollout.slabs import AnySlab, new_slab
+from distcollect.rollout.slabs import new_slab
 from distcollect.telemetry.recorder import StatsRecorder
 from distcollect.transport.peer_ids import identity
 from distcollect.transport.worker_service import EvaluationRequest
@@ -89,12 +87,7 @@ class InProcess(Backend):
                 self._plan, traj_ids=self._traj_ids, worker_id=worker_id, shared=True
             )
             if_it_fails.callback(self.engine.close)
-            self.layout = self.engine.layout
-            num_envs = self.layout.num_envs
-            self._num_steps = validation.num_steps(
-                options.frames_per_batch, 1, num_envs, rounds_up=self.layout.is_torchrl
-            )
-            self.frames_per_batch = self._num_steps * num_envs
+            self._use_layout(self.engine.layout)
             if_it_fails.pop_all()
         self._process = Owner()
         # What is to be closed if nobody calls close(); envs of the user's stay open.
@@ -144,7 +137,14 @@ class InProcess(Backend):
                 engine.collect(slab, random=random, fresh=True)
         except Stopped:
             raise CollectorStateError("the collector was shut down meanwhile") from None
-        header = self._header(slab)._replace(
+        header = Header(
+            worker_id=0,
+            incarnation=0,
+            sequence=self._num_rollouts,
+            num_frames=slab.num_frames,
+            num_steps=slab.num_steps,
+            num_bytes=0,
+            policy_version=(self._version, self._version),
             env_faults=engine.counter.env_faults,
             faults=tuple(
                 EnvFault(0, 0, socket.gethostname(), time_s, message)
@@ -157,11 +157,11 @@ class InProcess(Backend):
         self._stats_recorder.switch_to("assemble")
         self._stats_recorder.collected(header)
         try:
-            rows = self._assembled(Rollout(header, slab.local_tensors()))
+            frames = self._assembled(self.layout, [Rollout(header, slab.local_tensors())])
         except BaseException:
             self._give_up("given_up")
             raise
-        return Batch(rows, [header], LagStats(0, 0.0, 0), self._settle_last)
+        return Batch(frames, [header], LagStats(0, 0.0, 0), self._settle_last)
 
     def _settle_last(self, cause: str | None) -> None:
         """Count the frames of the last rollout as the user's, or as lost by ``cause``."""
@@ -175,27 +175,6 @@ class InProcess(Backend):
         num_kept = self.frames - self.resumed_frames
         self.engine.settle(cause, num_kept=num_kept, is_broken=True)
 
-    def _header(self, slab: AnySlab) -> Header:
-        return Header(
-            worker_id=0,
-            incarnation=0,
-            sequence=self._num_rollouts,
-            num_frames=slab.num_frames,
-            num_steps=slab.num_steps,
-            num_bytes=0,
-            policy_version=(self._version, self._version),
-        )
-
-    def _assembled(self, rollout: Rollout) -> TensorDict:
-        options = self._options
-        return assemble(
-            self.layout,
-            [rollout],
-            compact=options.compact_obs,
-            device=options.devices.storing,
-            shape=options.batch_format.shape(self.layout, [rollout]),
-        )
-
     def _processed(self, frames: TensorDict) -> TensorDict:
         frames = super()._processed(frames)
         if self.hooks.post_collect is not None:
@@ -206,9 +185,10 @@ class InProcess(Backend):
         """Return a batch of zeros, see :meth:`.SyncDataCollector.fake_tensordict`."""
         slab = new_slab(self.layout, self._num_steps)
         slab.clear()
-        rows = self._assembled(Rollout(self._header(slab), slab.local_tensors())).zero_()
+        header = Header(0, 0, 0, slab.num_frames, slab.num_steps, 0, (0, 0))
+        frames = self._assembled(self.layout, [Rollout(header, slab.local_tensors())]).zero_()
         batch_format = self._options.batch_format
-        return batch_format.processed(batch_format.shaped(rows, self.layout))
+        return batch_format.processed(batch_format.shaped(frames, self.layout))
 
     # What the user asks for between two batches.
 

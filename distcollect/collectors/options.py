@@ -172,15 +172,20 @@ class CollectorOptions:
         """``exploration_type``, as the policy takes it."""
         return Exploration.of(self.exploration_type)
 
+    @property
+    def num_to_start(self) -> int:
+        """Number of workers to start with; 1 without workers."""
+        return 1
+
+    @property
+    def placer(self) -> Any:
+        """The settings of another scheduler that starts the workers; None: none does."""
+        return None
+
     @cached_property
     def worker_devices(self) -> list[Devices]:
         """The devices of each worker, by worker_id; without workers, those of this process."""
-        return self._devices(1)
-
-    def _devices(self, num_workers: int, *, elsewhere: bool = False) -> list[Devices]:
-        names = ("device", "storing_device", "env_device", "policy_device")
-        given = {name: getattr(self, name) for name in names}
-        return validation.worker_devices(given, num_workers, elsewhere=elsewhere)
+        return validation.worker_devices(self, self.num_to_start, elsewhere=self.placer is not None)
 
     @property
     def devices(self) -> Devices:
@@ -196,6 +201,17 @@ class CollectorOptions:
     def rollouts_per_batch(self) -> int:
         """Number of rollouts in a batch."""
         return 1
+
+    def num_steps(self, num_envs: int, *, rounds_up: bool = False) -> int:
+        """T of each rollout, if each worker has ``num_envs`` envs; see validation.num_steps."""
+        return validation.num_steps(
+            self.frames_per_batch, self.rollouts_per_batch, num_envs, rounds_up=rounds_up
+        )
+
+    @property
+    def has_mask(self) -> bool:
+        """True if a batch can hold masked frames, or padding that is not from ``split_trajs``."""
+        return False
 
     @property
     def num_envs(self) -> int:
@@ -226,19 +242,21 @@ class CollectorOptions:
         weights = {name: value.cpu() for name, value in module.state_dict().items()}
         return [partial(_with_weights, factory, weights) for factory in factories]
 
-    def plan(self, *, traces: bool) -> WorkerPlan:
+    def plan(self, worker_id: int = 0, *, traces: bool) -> WorkerPlan:
         """Make the plan of an engine, with the policy and the env makers as they were given.
 
         Args:
+            worker_id: of the worker that has the engine; 0 without workers.
             traces: whether the engine records what it does when.
         """
+        devices, factories = self.worker_devices[worker_id], self.factories
         return WorkerPlan(
             create_env_fn=self.create_env_fn,
             num_envs=self.num_envs,
-            policy=None if self.factories else self.policy,
-            policy_factory=self.factories[0] if self.factories else None,
-            device=self.devices.policy,
-            env_device=self.devices.env,
+            policy=None if factories else self.policy,
+            policy_factory=factories[worker_id % len(factories)] if factories else None,
+            device=devices.policy,
+            env_device=devices.env,
             adds_transforms=self.auto_register_policy_transforms is not False,
             exploration=self.exploration,
             info_keys=self.info_keys,

@@ -101,40 +101,38 @@ def pickled_hooks(*hooks: object) -> bytes:
         ) from error
 
 
-def pickled_plans(plan: WorkerPlan, differing: Sequence[Mapping[str, Any]]) -> list[PickledPlan]:
-    """``plan`` with the fields that differ from worker to worker, pickled for each.
+def pickled_plans(plans: Sequence[WorkerPlan]) -> list[PickledPlan]:
+    """The plans of all workers, pickled; makers of envs, factories and devices may differ.
 
-    The tensors of policy and models are pickled once, and what is the same for all workers too.
-    Lambdas, closures and what is defined in ``__main__`` or a notebook travel by value.
-
-    Args:
-        plan: what is the same for all workers.
-        differing: of each worker, the fields that may differ.
+    The tensors of policy and models are pickled once, and so are plans that are equal. Lambdas,
+    closures and what is defined in ``__main__`` or a notebook travel by value.
 
     Raises:
         PolicyNotSendable: the policy can't be pickled.
-        ArgumentError: an env maker, or something else in the plan, can't be pickled; or the policy
-            is on several devices, and the plan does not name one.
+        ArgumentError: an env maker, or something else in a plan, can't be pickled; or the policy is
+            on several devices, and a plan does not name one.
     """
-    makers = [each["create_env_fn"] for each in differing]
+    policy, models = plans[0].policy, plans[0].models
+    makers = [plan.create_env_fn for plan in plans]
     registry = pickled_registry([maker for maker in makers if isinstance(maker, str)])
-    plan = replace(plan, registry=registry, held=module_of(plan.policy))
-    devices = [own.get("device", plan.device) for own in differing]
-    default = home(plan.policy, plan.models) if None in devices else None
+    held = module_of(policy)
+    default = home(policy, models) if any(plan.device is None for plan in plans) else None
     pickled: dict[tuple[object, ...], PickledPlan] = {}
-    plans: list[PickledPlan] = []
+    found: list[PickledPlan] = []
+    plan = plans[0]
     try:
-        table = TensorTable(_tensors(plan.policy, plan.models))
-        for own, device in zip(differing, devices, strict=True):
-            # Objects by identity: they may have no hash. Devices are made anew for each worker.
-            same = tuple(v if isinstance(v, torch.device) else id(v) for v in own.values())
-            if same not in pickled:
-                plan = replace(plan, **{**own, "device": device or default})
-                pickled[same] = table.pickled(plan)
-            plans.append(pickled[same])
+        table = TensorTable(_tensors(policy, models))
+        for plan in plans:
+            device = plan.device or default
+            # Objects by identity: they may have no hash.
+            differing = id(plan.create_env_fn), id(plan.policy_factory), device, plan.env_device
+            if differing not in pickled:
+                whole = replace(plan, device=device, registry=registry, held=held)
+                pickled[differing] = table.pickled(whole)
+            found.append(pickled[differing])
     except Exception as error:
         raise _not_sendable(plan, error) from error
-    return plans
+    return found
 
 
 def home(policy: Any, models: Mapping[str, nn.Module]) -> torch.device | None:

@@ -30,9 +30,6 @@ from distcollect.pool.publisher import Publisher, Weights, WorkerIds
 from distcollect.pool.remote_calls import EnvCall, RemoteCalls
 from distcollect.pool.worker_slots import BatchPlan
 from distcollect.results import Evaluation, LagStats, Stats, WorkerState
-from distcollect.rollout.assemble import assemble
-from distcollect.rollout.header import Rollout
-from distcollect.rollout.layout import Layout
 from distcollect.roster.manager import Workers
 from distcollect.telemetry.recorder import StatsRecorder
 from distcollect.transport.peer_ids import identity
@@ -108,11 +105,8 @@ class Session(Backend):
         options, workers = self._options, self.workers
         probe: WorkerInfo = next(iter(workers.worker_infos.values()))
         timeout_s = options.fault_limits.weights_timeout_s
-        self.layout = probe.layout
+        self._use_layout(probe.layout)
         self._has_weights = bool(probe.weights.entries)
-        num_envs = self.layout.num_envs
-        self._num_steps = options.num_steps(num_envs, rounds_up=probe.layout.is_torchrl)
-        self.frames_per_batch = self._num_steps * num_envs * options.rollouts_per_batch
         self.updater.attach(
             UpdaterContext(
                 workers.address,
@@ -243,17 +237,6 @@ class Session(Backend):
         if self._options.update_at_each_batch and self.last_workers:
             with self._stats_recorder.publishing():
                 self.publisher.publish_own(self.last_workers, sync=self._options.sync)
-
-    def _assembled(self, layout: Layout, rollouts: Sequence[Rollout]) -> TensorDict:
-        """Return a batch of these rollouts, for :meth:`.BatchFormat.shaped`."""
-        return assemble(
-            layout,
-            rollouts,
-            mask=self._options.has_mask,
-            compact=self._options.compact_obs,
-            device=self._options.devices.storing,
-            shape=self._options.batch_format.shape(layout, rollouts),
-        )
 
     def hand_over(self, timeout_s: float | None, keep_s: float) -> RolloutReference:
         """See :meth:`.RPCDataCollector.hand_over`."""

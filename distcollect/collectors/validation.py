@@ -295,13 +295,11 @@ class Devices(NamedTuple):
     policy: torch.device | None
 
 
-def worker_devices(
-    given: Mapping[str, Any], num_workers: int, *, elsewhere: bool = False
-) -> list[Devices]:
-    """Return the devices of each worker; that named "device" replaces others that are None.
+def worker_devices(options: Any, num_workers: int, *, elsewhere: bool) -> list[Devices]:
+    """Return the devices of each worker; the argument ``device`` replaces others that are None.
 
     Args:
-        given: the arguments by name, each a device or a list of one for each worker.
+        options: the collector's arguments; each is a device or a list of one for each worker.
         num_workers: number of workers; 1 for a collector without workers.
         elsewhere: the envs and policies are on other hosts, which may have devices that this one
             lacks.
@@ -310,44 +308,47 @@ def worker_devices(
         ArgumentError: torch knows no such device, or this process needs it and doesn't have it; a
             list has another length; or batches would have to be delivered on several devices.
     """
-    elsewhere = elsewhere or current() is not None
-    lists = {}
-    for name, value in given.items():
-        values = list(value) if isinstance(value, list | tuple) else [value] * num_workers
-        if num_workers == 1 and len(set(map(str, values))) == 1:
-            values = values[:1]
-        if len(values) != num_workers:
-            raise ArgumentError(
-                f"{name}={value!r}: a list has one device for each worker, and there are "
-                f"{num_workers}"
-            )
-        lists[name] = values
-    found = [
-        _devices(dict(zip(lists, values, strict=True)), elsewhere=elsewhere)
-        for values in zip(*lists.values(), strict=True)
-    ]
+    here = not elsewhere and current() is None
+    given = {
+        name: _for_each_worker(name, getattr(options, name), num_workers)
+        for name in ("device", "storing_device", "env_device", "policy_device")
+    }
+
+    def chosen(name: str, worker_id: int, *, here: bool) -> torch.device | None:
+        name = "device" if given[name][worker_id] is None else name
+        return _device(name, given[name][worker_id], here=here)
+
+    found = []
+    for worker_id in range(num_workers):
+        storing = chosen("storing_device", worker_id, here=True)
+        env = chosen("env_device", worker_id, here=here)
+        policy = chosen("policy_device", worker_id, here=here)
+        if storing is None and env == policy == torch.device("cpu"):
+            storing = policy  # they are there in any case: so batches say it, as TorchRL's do
+        found.append(Devices(storing, env, policy))
     if len({each.storing for each in found}) > 1:
         raise ArgumentError(
-            f"storing_device={given['storing_device']!r}, device={given['device']!r}: the frames "
-            "of all workers have the same device in a batch: give one storing_device"
+            f"storing_device={options.storing_device!r}, device={options.device!r}: the frames of "
+            "all workers have the same device in a batch: give one storing_device"
         )
     return found
 
 
-def _devices(given: Mapping[str, Any], *, elsewhere: bool) -> Devices:
-    def chosen(name: str, *, here: bool) -> torch.device | None:
-        name = "device" if given[name] is None else name
-        return None if given[name] is None else _device(name, given[name], here)
+def _for_each_worker(name: str, value: Any, num_workers: int) -> list[Any]:
+    if not isinstance(value, list | tuple):
+        return [value] * num_workers
+    if num_workers == 1 and len({*map(str, value)}) == 1:
+        return [value[0]]
+    if len(value) != num_workers:
+        raise ArgumentError(
+            f"{name}={value!r}: a list has one device for each worker, and there are {num_workers}"
+        )
+    return list(value)
 
-    storing = chosen("storing_device", here=True)
-    env = chosen("env_device", here=not elsewhere)
-    policy = chosen("policy_device", here=not elsewhere)
-    if storing is None and env == policy == torch.device("cpu"):
-        storing = policy  # batches are on the CPU in any case: here they say so, as TorchRL's do
-    return Devices(storing, env, policy)
 
-
-def _device(name: str, value: Any, here: bool) -> torch.device:
+def _device(name: str, value: Any, *, here: bool) -> torch.device | None:
+    if value is None:
+        return None
     try:
         device = torch.device(value)
     except (RuntimeError, TypeError) as error:

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 from distcollect.collectors import pickling, validation
 from distcollect.collectors.options import CollectorOptions, EnvMaker
-from distcollect.collectors.validation import Devices
 from distcollect.config import EvaluationWorkers, Staleness, WeightSync
 from distcollect.engine.pickled_plan import PickledPlan
 from distcollect.engine.plan import WorkerPlan
@@ -126,11 +125,6 @@ class WorkerOptions(CollectorOptions):
     def joins(self) -> int | str | None:
         return self.cat_results
 
-    @property
-    def placer(self) -> Any:
-        """The settings of another scheduler that starts the workers; None: none does."""
-        return None
-
     @cached_property
     def num_to_start(self) -> int:
         """Number of workers to start with.
@@ -174,20 +168,10 @@ class WorkerOptions(CollectorOptions):
         """Number of rollouts in a batch: one of each worker in sync mode, else one."""
         return self.num_collecting if self.sync else 1
 
-    def num_steps(self, num_envs: int, *, rounds_up: bool = False) -> int:
-        """T of each rollout, if each worker has ``num_envs`` envs; see validation.num_steps."""
-        return validation.num_steps(
-            self.frames_per_batch, self.rollouts_per_batch, num_envs, rounds_up=rounds_up
-        )
-
     @cached_property
     def makers(self) -> list[object]:
         """One env maker for each worker, by worker_id."""
         return validation.env_makers(self.create_env_fn, self.num_to_start)
-
-    @cached_property
-    def worker_devices(self) -> list[Devices]:
-        return self._devices(self.num_to_start, elsewhere=self.placer is not None)
 
     @property
     def weight_options(self) -> WeightSync:
@@ -214,10 +198,11 @@ class WorkerOptions(CollectorOptions):
         limits = (self.mask_above, self.preemptive_threshold, self.batch_deadline_s)
         return any(limit is not None for limit in limits)
 
-    def plan(self, *, traces: bool) -> WorkerPlan:
+    def plan(self, worker_id: int = 0, *, traces: bool) -> WorkerPlan:
         weights = self.weight_options
         return replace(
-            super().plan(traces=traces),
+            super().plan(worker_id, traces=traces),
+            create_env_fn=self.makers[worker_id],
             swap_within_rollouts=weights.swap_within_rollouts and not self.reproducible,
             exact_version=self.reproducible,
             exclude=tuple(weights.exclude),
@@ -236,21 +221,8 @@ class WorkerOptions(CollectorOptions):
             PolicyNotSendable: the policy can't be pickled.
             ArgumentError: another argument can't be pickled.
         """
-        plan = self.plan(traces=traces)
-        return pickling.pickled_plans(
-            plan,
-            [
-                {
-                    "create_env_fn": self.makers[worker_id],
-                    "policy_factory": self.factories[worker_id % len(self.factories)]
-                    if self.factories
-                    else None,
-                    "device": devices.policy,
-                    "env_device": devices.env,
-                }
-                for worker_id, devices in enumerate(self.worker_devices)
-            ],
-        )
+        workers = range(self.num_to_start)
+        return pickling.pickled_plans([self.plan(each, traces=traces) for each in workers])
 
 
 @dataclass(frozen=True, eq=False)

@@ -161,9 +161,7 @@ def by_its_name(observation: torch.Tensor) -> torch.Tensor:
 def test_a_function_that_travels_by_its_name_gets_the_mode_and_all_buffers() -> None:
     scaled.eval()
     scaled.scale.fill_(3.0)
-    [payload] = pickled_plans(
-        WorkerPlan("CartPole-v1", 1, policy=by_its_name), [{"create_env_fn": "CartPole-v1"}]
-    )
+    [payload] = pickled_plans([WorkerPlan("CartPole-v1", 1, policy=by_its_name)])
     scaled.train()
     scaled.scale.fill_(0.0)
     assert module_of(unpickled(payload).policy) is scaled  # as the worker's process has it

@@ -110,8 +110,9 @@ def test_tensors_are_pickled_once_for_all_workers() -> None:
     policy = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     policy[1].weight = policy[0].weight
     makers = [partial(gym.make, "CartPole-v1", critic=policy[index]) for index in range(2)]
-    own = [{"create_env_fn": maker} for maker in makers]
-    (tensors, first), (same, second) = pickled_plans(WorkerPlan("", 1, policy=policy), own)
+    (tensors, first), (same, second) = pickled_plans(
+        [WorkerPlan(maker, 1, policy=policy) for maker in makers]
+    )
     assert same is tensors
     plans = [unpickled((tensors, plan)) for plan in (first, second)]
     for index, plan in enumerate(plans):
