@@ -15,7 +15,7 @@ from distcollect.collectors.rpc import (
 )
 from distcollect.collectors.signature import takes
 from distcollect.collectors.sync import SyncDataCollector
-from distcollect.common.checks import plain
+from distcollect.common.checks import plain, positive
 from distcollect.errors import ArgumentError, ArgumentTypeError
 from distcollect.integrations import load
 
@@ -28,8 +28,6 @@ _BACKENDS = {
     "submitit": "rpc",
     "ray": "ray",
 }
-# What `backend_options` can't hold, since these are arguments of `Collector` itself.
-_RESERVED = ("backend_options", "num_collectors", "num_workers", "sync")
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,10 +110,7 @@ setattr(Collector.__new__, "__signature__", inspect.signature(Collector.__init__
 
 def _backend(kwargs: Mapping[str, Any]) -> str:
     given, count = kwargs.get("backend"), plain(kwargs.get("num_collectors"))
-    if count is not None and (isinstance(count, bool) or not isinstance(count, int)):
-        raise ArgumentTypeError(f"num_collectors={count!r}: must be a positive integer")
-    if count is not None and count < 1:
-        raise ArgumentError(f"num_collectors={count!r}: must be a positive integer")
+    positive("num_collectors", count, optional=True)
     if given is None:
         return "direct" if count is None else "process"
     if given not in _BACKENDS:
@@ -136,27 +131,19 @@ def _check_direct(kwargs: Mapping[str, Any]) -> None:
 def _with_workers(backend: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """The collector with workers that the arguments select."""
     given = dict(kwargs)
-    # TorchRL's backends have an argument of this name too: "gloo" or "nccl".
-    name = given.pop("backend", None)
-    options = dict(given.pop("backend_options", None) or {})
-    if reserved := [name for name in _RESERVED if name in options]:
-        raise ArgumentError(
-            f"backend_options contains {reserved}, which are reserved: give them to the collector "
-            "itself"
-        )
+    name, options = given.pop("backend", None), given.pop("backend_options", None) or {}
     if twice := options.keys() & {*given, *("create_env_fn", "policy")[: len(args)]}:
         raise ArgumentError(f"backend_options has duplicates of arguments: {sorted(twice)}")
-    if name == "submitit" and options.setdefault("launcher", "submitit") != "submitit":
+    # TorchRL's backends have an argument `backend` too: "gloo" or "nccl".
+    given.update(options)
+    if name == "submitit" and given.setdefault("launcher", "submitit") != "submitit":
         raise ArgumentError("backend='submitit' requires launcher='submitit'")
-    count, sync = given.pop("num_collectors", None), given.pop("sync", None)
+    sync = given.pop("sync", None)
     if sync is not None and not isinstance(sync, bool):
         raise ArgumentTypeError(f"sync={sync!r}: must be True or False")
-    given.update(options)
     makers = args[0] if args else given.get("create_env_fn")
-    if isinstance(makers, list | tuple):
-        given["num_collectors"] = count  # to be compared with the list's length
-    else:
-        given["num_workers"] = count or 1
+    if not isinstance(makers, list | tuple):
+        given.setdefault("num_collectors", 1)
     if backend in ("rpc", "ray"):
         anywhere = load("collector of ray") if backend == "ray" else RPCDataCollector
         return anywhere(*args, sync=bool(sync), **given)

@@ -51,7 +51,7 @@ class TestCollector:
     @pytest.mark.parametrize(
         ("settings", "kind", "expected"),
         [
-            ({"num_collectors": 2}, "MultiaSyncDataCollector", {"num_workers": 2}),
+            ({"num_collectors": 2}, "MultiaSyncDataCollector", {"num_collectors": 2}),
             ({"backend": "process"}, "MultiaSyncDataCollector", {}),
             ({"backend": "process", "sync": True}, "MultiSyncDataCollector", {}),
             ({"backend": "rpc", "sync": True}, "RPCDataCollector", {"sync": True}),
@@ -64,7 +64,7 @@ class TestCollector:
             (
                 {"backend": "ray", "num_collectors": 2, "backend_options": {"remote_configs": {}}},
                 "RayDataCollector",
-                {"num_workers": 2, "sync": False, "remote_configs": {}},
+                {"num_collectors": 2, "sync": False, "remote_configs": {}},
             ),
         ],
     )
@@ -83,23 +83,18 @@ class TestCollector:
         module = "integrations.ray.collector" if "Ray" in kind else "collectors.generic"
         monkeypatch.setattr(f"distcollect.{module}.{kind}", collector)
         dc.Collector(SamplingEnv, frames_per_batch=8, **settings)
-        expected = {"num_workers": 1, "frames_per_batch": 8, **expected}
+        expected = {"num_collectors": 1, "frames_per_batch": 8, **expected}
         assert made == {"args": (SamplingEnv,), **expected}
 
     @pytest.mark.parametrize(
         ("settings", "error", "message"),
         [
-            ({"num_collectors": 0}, ValueError, "positive integer"),
-            ({"num_collectors": True}, TypeError, "positive integer"),
+            ({"num_collectors": 0}, ValueError, "at least 1"),
+            ({"num_collectors": True}, TypeError, "whole number"),
             ({"backend": "direct", "num_collectors": 2}, ValueError, "at most one"),
             ({"sync": True}, ValueError, "sync is for collectors with workers"),
             ({"backend": "mpi"}, ValueError, "backend='mpi': use one of 'direct'"),
             ({"backend": "process", "sync": 1}, TypeError, "sync=1: must be True or False"),
-            (
-                {"backend": "rpc", "backend_options": {"sync": True}},
-                ValueError,
-                "reserved",
-            ),
             (
                 {"backend": "rpc", "backend_options": {"frames_per_batch": 4}},
                 ValueError,
