@@ -82,7 +82,7 @@ class InProcess(Backend):
         worker_id = options.worker_id
         self._evaluator = build_evaluator(self._plan, worker_id=worker_id, shared=True)
         with contextlib.ExitStack() as if_it_fails:
-            if_it_fails.callback(self._traj_ids.free)
+            if_it_fails.callback(identity().free_traj_ids, self._traj_ids)
             self.engine = build_engine(
                 self._plan, traj_ids=self._traj_ids, worker_id=worker_id, shared=True
             )
@@ -288,7 +288,7 @@ class InProcess(Backend):
             ends = self._background.join
         if ends(JOIN_TIMEOUT_S):
             self._give_up("shut_down")
-        self._traj_ids.free()
+        identity().free_traj_ids(self._traj_ids)
         try:
             self._evaluator.close()
         finally:

@@ -10,13 +10,11 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Iterator
-from itertools import count
+from weakref import WeakKeyDictionary
 
 from distcollect.errors import LaunchError, WorkerError
 
 TRAJ_IDS_PER_PEER = 1 << 34
-# A collector that steps its envs in this process takes as many of its block's ids at a time.
-_OWN_IDS_AT_ONCE = 1 << 20
 _END_OF_TRAJ_IDS = 1 << 63
 # The state of a run is saved by one of its trainers, which doesn't know how many processes the
 # others have started. So with several trainers each life of a run takes this many blocks.
@@ -63,7 +61,8 @@ class Identity:
         self.next_peer = trainer + num_trainers
         self.first_traj_id = 0
         self._num_earlier = 0  # ids that were given out before the open collectors
-        self._own_parts: set[int] = set()  # the parts of this process's block that are in use
+        # The blocks of the open collectors that step their envs in this process.
+        self._own: WeakKeyDictionary[Iterator[int], int] = WeakKeyDictionary()
         self._lock = threading.Lock()
 
     def new_peer(self) -> int:
@@ -73,29 +72,32 @@ class Identity:
             LaunchError: there is none left.
         """
         with self._lock:
-            peer = self.next_peer
-            if self.num_trainers > 1 and peer >= _PEERS_PER_LIFE:
-                raise LaunchError(
-                    f"this trainer has started {_PEERS_PER_LIFE // self.num_trainers:,} worker "
-                    "processes, and has no trajectory ids for more; resume the run from a "
-                    "checkpoint"
-                )
-            if self.first_traj_id + (peer + 1) * TRAJ_IDS_PER_PEER > _END_OF_TRAJ_IDS:
-                raise LaunchError(
-                    f"there are no trajectory ids below {_END_OF_TRAJ_IDS:,} for one more worker "
-                    "process; begin a new run, without the state of this one"
-                )
-            self.next_peer += self.num_trainers
-            return peer
+            return self._new_peer()
+
+    def _new_peer(self) -> int:
+        peer = self.next_peer
+        if self.num_trainers > 1 and peer >= _PEERS_PER_LIFE:
+            raise LaunchError(
+                f"this trainer has started {_PEERS_PER_LIFE // self.num_trainers:,} worker "
+                "processes, and has no trajectory ids for more; resume the run from a checkpoint"
+            )
+        if self.first_traj_id + (peer + 1) * TRAJ_IDS_PER_PEER > _END_OF_TRAJ_IDS:
+            raise LaunchError(
+                f"there are no trajectory ids below {_END_OF_TRAJ_IDS:,} for one more worker "
+                "process; begin a new run, without the state of this one"
+            )
+        self.next_peer += self.num_trainers
+        return peer
 
     def restart_traj_ids(self) -> None:
         """Give the workers that are started from now on the same trajectory ids as the first ones.
 
         So equal seeds give equal batches. To be called when a collector is opened, while no other
-        one has workers.
+        one has workers. Does nothing while an id stands for a collector without workers.
         """
         with self._lock:
-            self._num_earlier = self.next_peer - self.trainer - self.num_trainers
+            if all(peer == self.trainer for peer in self._own.values()):
+                self._num_earlier = self.next_peer - self.trainer - self.num_trainers
 
     @property
     def workers_first_traj_id(self) -> int:
@@ -111,28 +113,24 @@ class Identity:
         num_blocks = self.next_peer if self.num_trainers == 1 else _PEERS_PER_LIFE
         return self.first_traj_id + num_blocks * TRAJ_IDS_PER_PEER
 
-    def own_traj_ids(self) -> OwnTrajIds:
-        """Return trajectory ids for a collector that steps its envs in this process."""
-        return OwnTrajIds(self)
+    def own_traj_ids(self) -> Iterator[int]:
+        """Return trajectory ids for a collector that steps its envs in this process.
 
-    def take_own_part(self, above: int) -> tuple[int, range]:
-        """Take a part of this process's block that is not in use; return its number and its ids.
-
-        There are more parts than a process can use in its life.
-
-        Args:
-            above: its number is higher.
+        Until they are freed or gone, nobody else gets the same. A collector that is alone has this
+        process's own block, so that equal seeds give equal batches; another one beside it has the
+        block of a new id.
         """
         with self._lock:
-            part = next(each for each in count(above + 1) if each not in self._own_parts)
-            self._own_parts.add(part)
-        first = self.first_traj_id + self.trainer * TRAJ_IDS_PER_PEER + part * _OWN_IDS_AT_ONCE
-        return part, range(first, first + _OWN_IDS_AT_ONCE)
+            peer, first = self.trainer, self.first_traj_id
+            if peer in self._own.values():
+                peer, first = self._new_peer(), self.workers_first_traj_id
+            ids = traj_ids_of(peer, first)
+            self._own[ids] = peer
+        return ids
 
-    def free_own_parts(self, parts: list[int]) -> None:
-        """Let others use these parts of this process's block."""
-        # Without the lock, which the thread may hold where an iterator is collected as garbage.
-        self._own_parts.difference_update(parts)
+    def free_traj_ids(self, ids: Iterator[int]) -> None:
+        """Let others use the same ids: the collector was shut down."""
+        self._own.pop(ids, None)
 
     def resume(self, first_traj_id: int) -> int:
         """Begin another life of the run: give out only trajectory ids from this one on.
@@ -159,35 +157,6 @@ class Identity:
             self.first_traj_id = first
             self._num_earlier = 0
             return first
-
-
-class OwnTrajIds(Iterator[int]):
-    """Trajectory ids for a collector that steps its envs in this process; they rise, without end.
-
-    Until it is freed or gone, no other one gives the same. One that is alone begins with the same
-    id each time, so that equal seeds give equal batches.
-    """
-
-    def __init__(self, identity: Identity) -> None:
-        self._identity = identity
-        self._parts: list[int] = []
-        self._ids = iter(range(0))
-
-    def __next__(self) -> int:
-        for traj_id in self._ids:
-            return traj_id
-        part, ids = self._identity.take_own_part(max(self._parts, default=-1))
-        self._parts.append(part)
-        self._ids = iter(ids)
-        return next(self._ids)
-
-    def free(self) -> None:
-        """Let others use the same ids: the collector was shut down."""
-        # Once: when it is collected as garbage, others may have these parts already.
-        parts, self._parts = self._parts, []
-        self._identity.free_own_parts(parts)
-
-    __del__ = free
 
 
 # The same for the whole life of this process, as ids are never given out twice.

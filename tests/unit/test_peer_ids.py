@@ -88,39 +88,37 @@ def test_ids_that_are_used_up_are_an_error_before_one_is_given_twice(
         next(ids)
 
 
-def test_iterators_that_are_in_use_at_the_same_time_share_no_id(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_iterators_that_are_in_use_at_the_same_time_share_no_id() -> None:
     """One that is alone gives the same ids each time, also after others were closed or dropped."""
-    monkeypatch.setattr(peer_ids, "_OWN_IDS_AT_ONCE", 4)
     identity = Identity("run", 1, 3)
     alone = list(islice(identity.own_traj_ids(), 10))
     assert alone == list(range(alone[0], alone[0] + 10))
     for _ in range(3):
         several = [identity.own_traj_ids() for _ in range(3)]
         ids = [next(each) for _ in range(9) for each in several]
-        several.pop(1).free()
+        identity.free_traj_ids(several.pop(1))
         several.append(identity.own_traj_ids())
         ids_of_open = [each for each in ids if each not in ids[1::3]]
         ids_of_open += [next(each) for _ in range(9) for each in several]
         assert len({*ids}) == len(ids)
         assert len({*ids_of_open}) == len(ids_of_open)
-        assert {each // TRAJ_IDS_PER_PEER for each in [*ids, *ids_of_open]} == {1}
         first = several.pop(0)
-        first.free()
+        identity.free_traj_ids(first)
         del several[:]
         assert list(islice(identity.own_traj_ids(), 10)) == alone
 
 
-def test_an_iterator_that_was_freed_frees_nothing_again_when_it_is_gone() -> None:
+def test_workers_share_no_id_with_a_collector_that_was_opened_beside_another() -> None:
     identity = Identity("run")
-    closed = identity.own_traj_ids()
-    next(closed)
-    closed.free()
-    is_open = identity.own_traj_ids()
-    ids = [next(is_open)]
-    del closed
-    assert next(identity.own_traj_ids()) not in ids
+    kept = [identity.own_traj_ids() for _ in range(2)]
+    ids = {next(each) // TRAJ_IDS_PER_PEER for each in kept}
+    for _ in range(2):
+        identity.restart_traj_ids()
+        first = identity.workers_first_traj_id
+        started = {next(traj_ids_of(identity.new_peer(), first)) for _ in range(3)}
+        beside = identity.own_traj_ids()
+        ids_of_open = ids | {id_ // TRAJ_IDS_PER_PEER for id_ in (*started, next(beside))}
+        assert len(ids_of_open) == 2 + 3 + 1
 
 
 def test_open_collectors_in_this_process_share_no_trajectory_id() -> None:
