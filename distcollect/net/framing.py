@@ -1,4 +1,4 @@
-"""What goes over a control connection: frames, the chunks still to be sent, socket options.
+"""What goes over a control connection: frames, the bytes still to be sent, socket options.
 
 A frame is a length of four bytes, then as many bytes, see :mod:`.messages`.
 """
@@ -11,17 +11,11 @@ import socket
 import struct
 import threading
 import weakref
-from collections import deque
-from itertools import islice
-from typing import TypeAlias
 
 from distcollect.errors import LaunchError
 
-Chunk: TypeAlias = bytes | bytearray | memoryview
-
 _LENGTH = struct.Struct("!I")
 MAX_FRAME = 1 << 20  # bytes; what a peer without the token may send is far less
-_CHUNKS_AT_ONCE = 64  # the kernel takes at most 1,024
 
 open_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
@@ -90,27 +84,26 @@ class FrameReader:
 
 
 class Outbox:
-    """Sends chunks in their order, without copying any, and keeps what the peer does not take yet.
+    """Sends bytes in their order, and keeps what the peer does not take yet.
 
     Any thread may use it. On a socket that blocks, nothing is ever kept.
-
-    Attributes:
-        num_unsent: bytes that the peer has not taken yet.
     """
 
     def __init__(self, sock: socket.socket, max_unsent: int) -> None:
         """``max_unsent``: the most bytes to keep."""
         self._sock = sock
         self._max_unsent = max_unsent
-        # Reentrant: garbage collection under it may finalize a collector, which sends messages.
-        self._lock = threading.RLock()
-        self._is_sending = False
-        self._unsent: deque[memoryview] = deque()
-        self.num_unsent = 0
+        self._lock = threading.Lock()
+        self._unsent = bytearray()
         self._ended = False
 
-    def send(self, *chunks: Chunk) -> bool:
-        """Send, or keep what can't be sent now; without chunks, try again to send what is kept.
+    @property
+    def num_unsent(self) -> int:
+        """Bytes that the peer has not taken yet."""
+        return len(self._unsent)
+
+    def send(self, data: bytes = b"") -> bool:
+        """Send, or keep what can't be sent now; without data, try again to send what is kept.
 
         Returns:
             Whether the peer still has to take something, so that this is to be called again.
@@ -122,32 +115,14 @@ class Outbox:
         with self._lock:
             if self._ended:
                 raise OSError("the connection has ended")
-            for chunk in chunks:
-                view = memoryview(chunk).cast("B")
-                if view:
-                    self._unsent.append(view)
-                    self.num_unsent += len(view)
-            if not self._is_sending:  # else this is a call within _send(), which sends this too
-                self._is_sending = True
-                try:
-                    self._send()
-                except BlockingIOError:
-                    pass
-                finally:
-                    self._is_sending = False
+            self._unsent += data
+            with contextlib.suppress(BlockingIOError):
+                while self._unsent:
+                    num_sent = self._sock.send(self._unsent)
+                    del self._unsent[:num_sent]
             if self.num_unsent > self._max_unsent:
                 raise OSError(f"the peer did not take {self.num_unsent} bytes")
             return bool(self._unsent)
-
-    def _send(self) -> None:
-        while self._unsent:
-            num_sent = self._sock.sendmsg(list(islice(self._unsent, _CHUNKS_AT_ONCE)))
-            self.num_unsent -= num_sent
-            while num_sent:
-                chunk = self._unsent.popleft()
-                if num_sent < len(chunk):
-                    self._unsent.appendleft(chunk[num_sent:])
-                num_sent -= min(num_sent, len(chunk))
 
     def end(self) -> None:
         """End the connection both ways; what is unsent is dropped.
@@ -172,4 +147,3 @@ class Outbox:
     def _drop_unsent(self) -> None:
         self._ended = True
         self._unsent.clear()
-        self.num_unsent = 0
