@@ -184,8 +184,7 @@ class JoinServer:
         self.address: str = address
         self.port: int = self._listener.getsockname()[1]
         self._max_strangers = max(1, min(MAX_STRANGERS, open_files.limit() // _SHARE_OF_FILES))
-        self._admitted: set[Connection] = set()
-        # When a connection is closed unless something happens before; the oldest first.
+        # When each connection is closed unless something happens before; the oldest first.
         self._deadlines: dict[Connection, float] = {}
         # Each connection that is accepted moves this time on, and may move it so far ahead.
         self._accepted_until = 0.0
@@ -233,7 +232,7 @@ class JoinServer:
                 self._guarded(key.data, self._serve, key, events)
             if (now := time.monotonic()) >= due:
                 self._guarded(None, self._do_what_is_due, now)
-        for connection in (*self._deadlines, *self._admitted):
+        for connection in self._deadlines:
             connection.outbox.close()
         for sock in self._sockets:
             sock.close()
@@ -259,15 +258,17 @@ class JoinServer:
         if self._close_by == math.inf:
             self._close_by = time.monotonic() + _CLOSE_TIMEOUT_S
             self._pause_accepting(math.inf)
-        has_unsent = any(each.outbox.num_unsent for each in self._admitted)
-        return not has_unsent or time.monotonic() >= self._close_by
+        return not self._with_unsent() or time.monotonic() >= self._close_by
+
+    def _with_unsent(self) -> list[Connection]:
+        return [each for each in self._deadlines if each.outbox.num_unsent]
 
     def _serve(self, key: selectors.SelectorKey, events: int) -> None:
         if key.fileobj is self._listener:
             self._accept()
         elif key.fileobj is self._wake:
             self._wake.recv(65536)
-            for connection in [each for each in self._admitted if each.outbox.num_unsent]:
+            for connection in self._with_unsent():
                 self._write(connection)
         else:
             if events & selectors.EVENT_WRITE:
@@ -353,13 +354,13 @@ class JoinServer:
     def _drop(self, connection: Connection) -> None:
         if connection.state is State.CLOSED:
             return
+        was_admitted = connection.state is State.ADMITTED
         connection.state = State.CLOSED
-        self._deadlines.pop(connection, None)
+        del self._deadlines[connection]
         with contextlib.suppress(KeyError):  # it was refused, or gone when it was accepted
             self._selector.unregister(connection.sock)
         connection.outbox.close()
-        if connection in self._admitted:
-            self._admitted.discard(connection)
+        if was_admitted:
             try:
                 self.events.closed(connection)
             except Exception:
@@ -420,8 +421,7 @@ class JoinServer:
                 self.events.refused(hello, differing)
             return
         connection.state = State.ADMITTED
-        self._admitted.add(connection)
-        del self._deadlines[connection]
+        self._deadlines[connection] = math.inf
         if answer is not None:
             connection.send(answer)
 
@@ -458,8 +458,8 @@ class JoinServer:
             self._drop(connection)
             return
         if not has_unsent:
-            self._deadlines.pop(connection, None)
-        elif connection not in self._deadlines or connection.outbox.num_unsent < num_before:
+            self._deadlines[connection] = math.inf
+        elif self._deadlines[connection] == math.inf or connection.outbox.num_unsent < num_before:
             self._deadlines[connection] = time.monotonic() + SEND_TIMEOUT_S
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if has_unsent else 0)
         self._selector.modify(connection.sock, events, connection)
