@@ -9,13 +9,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import queue
 import re
 import shutil
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,6 +29,7 @@ from helpers.trace_checks import (
     clocks,
     load,
 )
+from helpers.waiting import eventually
 
 LAUNCHED = SCRIPTS / "collect_launched.py"
 HOSTS = SCRIPTS / "collect_on_hosts.py"
@@ -52,79 +51,54 @@ pytestmark = [
 class Process:
     """One process, and what it prints."""
 
-    def __init__(self, command: list[str], env: dict[str, str]) -> None:
-        self._process = subprocess.Popen(
-            command,
-            env=env,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        self.said: list[str] = []
-        self._lines: queue.Queue[str | None] = queue.Queue()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
+    def __init__(self, command: list[str], env: dict[str, str], printed: Path) -> None:
+        self._printed = printed
+        with printed.open("w") as file:
+            self._process = subprocess.Popen(
+                command, env=env, stdin=subprocess.PIPE, stdout=file, stderr=file, text=True
+            )
 
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._lines.put(line)
-        self._lines.put(None)
+    def line(self, wanted: str) -> str:
+        """Wait until it prints a line that begins with ``wanted``."""
 
-    def next_line(self, wanted: str, timeout_s: float = WAIT_S) -> str:
-        """Its next printed line that begins with ``wanted``."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            try:
-                line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
-                line = None
-            if line is None:
-                raise AssertionError(f"{wanted!r} didn't come: {''.join(self.said)}")
-            self.said.append(line)
-            if line.startswith(wanted):
-                return line
+        def found() -> list[str]:
+            lines = self._printed.read_text().split("\n")[:-1]  # the last one may not be whole
+            return [line for line in lines if line.startswith(wanted)]
+
+        eventually(found, WAIT_S, about=self._printed.read_text)
+        return found()[0]
 
     def write(self, text: str) -> None:
         assert self._process.stdin is not None
         self._process.stdin.write(text)
         self._process.stdin.flush()
 
-    def output(self, status: int = 0, timeout_s: float = WAIT_S) -> str:
+    def output(self, status: int = 0) -> str:
         """Wait for its end; return all that it printed."""
-        try:
-            ended = self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            ended = None
-        else:
-            self._reader.join(10)
-        while not self._lines.empty():
-            self.said.append(self._lines.get() or "")
-        assert ended == status, "".join(self.said)
-        return "".join(self.said)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(WAIT_S)
+        assert self._process.poll() == status, self._printed.read_text()
+        return self._printed.read_text()
 
     def end(self) -> None:
         self._process.kill()
-        self._process.wait()
-        self._reader.join(10)
-        for pipe in (self._process.stdin, self._process.stdout):
-            with contextlib.suppress(OSError):
-                pipe.close()
+        with contextlib.suppress(OSError):
+            self._process.communicate()
 
 
 class Network:
     """Hosts, and processes on them."""
 
-    def __init__(self, hosts: Hosts, marked: Marked) -> None:
-        self.do = hosts.do
+    def __init__(self, hosts: Hosts, marked: Marked, folder: Path) -> None:
+        self._folder = folder
         self._marked = marked
         self._on = hosts.on
         self._env = {**os.environ, **hosts.env}
         self._started: list[Process] = []
 
     def start(self, host: int, *command: object, **env: str) -> Process:
-        process = Process([*self._on(host), *map(str, command)], {**self._env, **env})
+        printed = self._folder / f"printed{len(self._started)}"
+        process = Process([*self._on(host), *map(str, command)], {**self._env, **env}, printed)
         self._started.append(process)
         return process
 
@@ -137,10 +111,9 @@ class Network:
         self.start(host, "ip", "link", "set", "eth1", state).output()
 
     def end(self) -> None:
-        self._marked.kill()  # first the processes in the namespaces: they hold the pipes open
+        self._marked.kill()  # the processes in the namespaces
         for process in self._started:
             process.end()
-        self._started.clear()
 
 
 @pytest.fixture(scope="module")
@@ -162,8 +135,8 @@ def hosts(three_hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Hosts
 
 
 @pytest.fixture
-def network(hosts: Hosts, marked: Marked) -> Iterator[Network]:
-    network = Network(hosts, marked)
+def network(hosts: Hosts, marked: Marked, tmp_path: Path) -> Iterator[Network]:
+    network = Network(hosts, marked, tmp_path)
     yield network
     network.end()
 
@@ -258,20 +231,20 @@ def test_ipv6(network: Network) -> None:
 def test_a_slow_link_and_cables_that_are_pulled(network: Network) -> None:
     options = ("--nnodes=3", "--nproc-per-node=1", "--rdzv-endpoint=node1:29514")
     trainer, *_ = [network.torchrun(h, *options, HOSTS, "cables") for h in (1, 2, 3)]
-    measured = json.loads(trainer.next_line('{"wire"'))
+    measured = json.loads(trainer.line('{"wire"'))
     # One copy of each observation and at most 3% more; except for one rollout of
     # each worker, of 32 in all, that was being sent when counting began or ended.
     assert 0.9 < measured["wire"] < 1.15
-    trainer.next_line("running")
+    trainer.line("running")
     network.cable(3, "down")
     threading.Event().wait(5)  # how long the cable is out
     network.cable(3, "up")
     trainer.write("\n")
-    trainer.next_line("again")
+    trainer.line("again")
     network.cable(3, "down")
-    trainer.next_line("lost")
+    trainer.line("lost")
     # Torchrun itself waits some minutes for the lost host.
-    trainer.next_line("done")
+    trainer.line("done")
     network.cable(3, "up")
 
 
@@ -300,10 +273,10 @@ def test_a_host_joins_an_elastic_launch(network: Network, marked: Marked) -> Non
     options = ("--nnodes=1:3", "--nproc-per-node=2", "--max-restarts=0")
     options = (*options, "--rdzv-endpoint=node1:29516", "--rdzv-conf", "last_call_timeout=1")
     first = network.torchrun(1, *options, HOSTS, "elastic", **env)
-    first.next_line("workers 1")
+    first.line("workers 1")
     second = network.torchrun(2, *options, HOSTS, "elastic", **env)
-    first.next_line("workers 3")
-    first.next_line("done")
+    first.line("workers 3")
+    first.line("done")
     first.output()
     second.output()
     assert marked.gone()

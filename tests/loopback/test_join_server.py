@@ -94,18 +94,6 @@ def test_a_supervisor_tries_again_when_the_handshake_breaks_off(
         client.close()
 
 
-def test_the_servers_end_ends_all_connections(
-    server: JoinServer, events: Recorder, connect: Connect
-) -> None:
-    clients = [connect(server) for _ in range(3)]
-    for client in clients:
-        client.join(hello(), TOKEN)
-    server.close()
-    assert [client.receive() for client in clients] == [None] * 3
-    with pytest.raises(OSError, match="refused"):
-        connect(server)
-
-
 @pytest.mark.parametrize("token", ["", "another", TOKEN + "x", "\N{SNOWMAN}"])
 def test_a_wrong_token_is_refused(
     server: JoinServer, events: Recorder, token: str, connect: Connect

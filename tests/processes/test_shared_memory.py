@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from dataclasses import replace
 
 import gymnasium as gym
@@ -13,46 +10,7 @@ import pytest
 import torch
 
 import distcollect as dc
-from distcollect.common.memory_segment import Segment
 from distcollect.common.shared_memory import allocate, map_segment
-
-HOLDER = """
-import json, sys
-from dataclasses import asdict
-from distcollect.common.shared_memory import allocate
-memory, segment = allocate(4096)
-memory[:] = 7
-print(json.dumps(asdict(segment)), flush=True)
-sys.stdin.read()
-"""
-
-
-@pytest.fixture
-def holder():
-    """A process with 4096 shared bytes, all 7, and their reference."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    with process:
-        yield process, Segment(**json.loads(process.stdout.readline()))
-        process.kill()
-
-
-def test_another_process_maps_it(holder):
-    process, segment = holder
-    memory = map_segment(segment)
-    assert memory.shape == (4096,)
-    assert (memory == 7).all()
-    process.kill()
-    process.wait()
-    assert (memory == 7).all(), "what is mapped stays"
-    with pytest.raises(OSError, match=str(process.pid)):
-        map_segment(segment)
-
-
-def test_another_file_under_the_same_number_is_refused(holder):
-    with pytest.raises(OSError, match="no longer"):
-        map_segment(replace(holder[1], name="distcollect-other"))
 
 
 def test_memory_is_found_while_a_tensor_of_it_lives():
@@ -61,6 +19,10 @@ def test_memory_is_found_while_a_tensor_of_it_lives():
     del memory
     mapped = map_segment(segment)
     part[0] = 5
+    another_file, another_process = replace(segment, name="other"), replace(segment, pid=1 << 23)
+    for other in (another_file, another_process):
+        with pytest.raises(OSError, match=r"No such file|no longer"):
+            map_segment(other)
     del part
     with pytest.raises(OSError, match=r"No such file|no longer"):
         map_segment(segment)

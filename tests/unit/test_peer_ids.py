@@ -88,26 +88,6 @@ def test_ids_that_are_used_up_are_an_error_before_one_is_given_twice(
         next(ids)
 
 
-def test_iterators_that_are_in_use_at_the_same_time_share_no_id() -> None:
-    """One that is alone gives the same ids each time, also after others were closed or dropped."""
-    identity = Identity("run", 1, 3)
-    alone = list(islice(identity.own_traj_ids(), 10))
-    assert alone == list(range(alone[0], alone[0] + 10))
-    for _ in range(3):
-        several = [identity.own_traj_ids() for _ in range(3)]
-        ids = [next(each) for _ in range(9) for each in several]
-        identity.free_traj_ids(several.pop(1))
-        several.append(identity.own_traj_ids())
-        ids_of_open = [each for each in ids if each not in ids[1::3]]
-        ids_of_open += [next(each) for _ in range(9) for each in several]
-        assert len({*ids}) == len(ids)
-        assert len({*ids_of_open}) == len(ids_of_open)
-        first = several.pop(0)
-        identity.free_traj_ids(first)
-        del several[:]
-        assert list(islice(identity.own_traj_ids(), 10)) == alone
-
-
 def test_workers_share_no_id_with_a_collector_that_was_opened_beside_another() -> None:
     identity = Identity("run")
     kept = [identity.own_traj_ids() for _ in range(2)]

@@ -9,14 +9,6 @@ import pytest
 from distcollect.common.threads import run_aside
 
 
-def test_it_has_a_thread_of_its_own() -> None:
-    called_on: list[threading.Thread] = []
-    thread = run_aside(lambda: called_on.append(threading.current_thread()))
-    assert thread is not None
-    thread.join(60)
-    assert called_on == [thread]
-
-
 def test_at_exit_it_is_called_here(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(_: threading.Thread) -> None:
         raise RuntimeError("can't create new thread at interpreter shutdown")

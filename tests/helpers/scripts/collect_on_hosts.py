@@ -2,7 +2,6 @@
 
 collect_on_hosts.py cables     measures bytes on the wire; then the test pulls cables
 collect_on_hosts.py restart    fails in the first attempt
-collect_on_hosts.py rate       measures bytes on the wire
 collect_on_hosts.py collect    collects
 collect_on_hosts.py elastic    hosts come while it runs: collects until there are three workers
 """
@@ -71,15 +70,15 @@ def say(text):
 
 
 def measure(collector, num_batches=32):
-    """Print the bytes of observations per second, and the bytes on the wire for each."""
+    """Print the bytes on the wire for each byte of an observation."""
     for _ in range(4):
         collector.next()
-    before, began = received_bytes(), time.monotonic()
+    before = received_bytes()
     for _ in range(num_batches):
         collector.next()
-    took_s, got = time.monotonic() - began, received_bytes() - before
+    got = received_bytes() - before
     payload = num_batches * FRAMES * SHAPE[0] * SHAPE[1]
-    say(json.dumps({"wire": got / payload, "payload_bytes_per_s": payload / took_s}))
+    say(json.dumps({"wire": got / payload}))
 
 
 def cables():
@@ -121,9 +120,6 @@ def collect(num_workers):
 def main():
     if sys.argv[1] == "cables":
         cables()
-    elif sys.argv[1] == "rate":
-        with dc.RPCDataCollector(Noise, frames_per_batch=FRAMES) as collector:
-            measure(collector)
     elif sys.argv[1] == "elastic":
         collect(3)
     else:
