@@ -4,8 +4,7 @@ The guard starts the worker in a session of its own and ends as the worker ends:
 or by the same signal. First it ends all that the worker has started, also processes in other
 sessions: the kernel makes the guard the parent of every descendant whose own parent has ended.
 
-A zygote calls :func:`guard` in a fork. Without one, this file is run as a script, with Python's own
-library alone: ``python -I -S worker_guard.py PARENT_PID COMMAND ...``
+A zygote calls :func:`guard` in a fork.
 
 What it does on which signal:
 
@@ -26,7 +25,6 @@ import contextlib
 import ctypes
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import NoReturn
@@ -173,16 +171,3 @@ def _exit_by(number: int) -> NoReturn:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
     os.kill(os.getpid(), number)
     os._exit(128 + number)
-
-
-def main(parent: str, *command: str) -> NoReturn:
-    """Guard a command."""
-    guard(int(parent))
-    try:
-        os.execv(command[0], command)  # noqa: S606 - the command is this Python
-    finally:
-        os._exit(127)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

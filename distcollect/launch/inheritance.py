@@ -71,8 +71,3 @@ class Inheritance:
             (os.getpriority(os.PRIO_PROCESS, os.getpid()), os.sched_getscheduler(os.getpid())),
             ignored & ~sum(1 << (number - 1) for number in _IGNORED_AT_TIMES),
         )
-
-
-def interpreter() -> list[str]:
-    """The command of this Python for workers: isolated from the environment if this process is."""
-    return [sys.executable, *(["-I"] if sys.flags.isolated else [])]

@@ -6,8 +6,8 @@ process that started them has ended, even by a ``kill -9`` while an env holds th
 interpreter lock. Guards and workers have sessions of their own, so that a Ctrl-C in the terminal
 reaches the trainer alone.
 
-Guard and worker are forked from the zygote (:mod:`.zygote`) where that is possible. A forked child
-of the process that started them can't end them.
+Guard and worker are forked from the zygote (:mod:`.zygote`). A forked child of the process that
+started them can't end them.
 """
 
 from __future__ import annotations
@@ -19,48 +19,27 @@ import mmap
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from distcollect.common import open_files, worker_guard
+from distcollect.common import worker_guard
 from distcollect.common.forks import Owner
 from distcollect.common.process_exit import ProcessExit
 from distcollect.common.step_counter import LIMIT_MS, STACK_SIGNAL, TASK, SharedStepCounter, Task
 from distcollect.launch import zygote
 from distcollect.launch.cpu_placement import CpuPlacement
-from distcollect.launch.inheritance import Inheritance, interpreter
-from distcollect.net.messages import Spawn, TrainerAddress, WorkerBoot, to_bytes
+from distcollect.launch.inheritance import Inheritance
+from distcollect.net.messages import Spawn, TrainerAddress, WorkerBoot
 
 log = logging.getLogger(__name__)
 
 _WATCHDOG_PERIOD_S = 1.0
 # Longer than a guard takes to end what its worker started.
 REAP_TIMEOUT_S = 8.0
-_GUARD = str(Path(worker_guard.__file__).resolve())
 # From the signal that has a process write its stack until that is read, and the process ended.
 _STACK_S = 0.25
-
-# sys.path is set first: it may be what makes distcollect importable. The cores are set before
-# anything starts threads.
-_BOOT = """
-import sys
-sys.path[:] = filter(None, sys.path)  # Python puts the working folder there
-import json, os
-line = sys.stdin.readline()
-boot = json.loads(line)
-if boot["cores"]:
-    os.sched_setaffinity(0, boot["cores"])
-sys.path[:] = boot["sys_path"]
-from distcollect.net.messages import WorkerBoot, decode_as
-from distcollect.worker.main import main
-main(decode_as(WorkerBoot, line))
-"""
-
 
 Block = tuple[int, ...]
 
@@ -131,19 +110,15 @@ class _Running:
 
     Attributes:
         boot: what it was started with.
-        env: environment variables that were added for it.
         watch: whether it makes progress.
-        is_killed: it was killed by this process.
         is_overdue: it was asked for its stack, as it made no progress.
         reason: why the watchdog has ended it; "" if it hasn't.
     """
 
-    process: subprocess.Popen[bytes] | zygote.ForkedProcess
+    process: zygote.WorkerProcess
     counters: SharedStepCounter
     boot: WorkerBoot
-    env: Mapping[str, str]
     watch: ProgressWatch
-    is_killed: bool = False
     is_overdue: bool = False
     reason: str = ""
 
@@ -198,45 +173,18 @@ class LocalProcesses:
             incarnation=wanted.incarnation,
             trainer=trainer,
             settings=wanted.settings,
-            cores=placement.cores,
             num_threads=placement.num_threads,
             counters_fd=counters.fd,
             sys_path=self._inheritance.sys_path,
             authkey=multiprocessing.current_process().authkey.hex(),
         )
-        process: subprocess.Popen[bytes] | zygote.ForkedProcess
+        cores = placement.cores or os.sched_getaffinity(0)
         try:
-            process = zygote.fork(boot, self._inheritance, wanted.env, counters)
-        except zygote.Unavailable as error:
-            log.debug("%s is started by itself: %s", boot.name, error)
-            process = self._start_alone(boot, wanted.env, counters)
-        watch = ProgressWatch(wanted.settings.step_timeout_s)
-        return _Running(process, counters, boot, wanted.env, watch)
-
-    def _start_alone(
-        self, boot: WorkerBoot, env: Mapping[str, str], counters: SharedStepCounter
-    ) -> subprocess.Popen[bytes]:
-        folder = self._inheritance.folder
-        guard = [sys.executable, "-I", "-S", _GUARD, str(self._owner.pid)]
-        try:
-            with open_files.output_streams() as (stdout, stderr):
-                process = subprocess.Popen(
-                    [*guard, *interpreter(), "-c", _BOOT],
-                    stdin=subprocess.PIPE,
-                    stdout=stdout,
-                    stderr=stderr,
-                    start_new_session=True,
-                    env={**self._inheritance.environ, **env},
-                    cwd=folder if os.access(folder, os.X_OK) else None,
-                    pass_fds=[boot.counters_fd],
-                )
+            process = zygote.start(boot, self._inheritance, wanted.env, cores)
         finally:
             counters.close()
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(to_bytes(boot) + b"\n")
-            process.stdin.close()
-        return process
+        watch = ProgressWatch(wanted.settings.step_timeout_s)
+        return _Running(process, counters, boot, watch)
 
     def kill(self, worker_id: int, incarnation: int) -> None:
         """End a worker at once, and all that it started; do nothing if it has ended."""
@@ -244,11 +192,8 @@ class LocalProcesses:
             self._kill(self._running.get((worker_id, incarnation)))
 
     def _kill(self, running: _Running | None) -> None:
-        # While the worker is being started by itself, there is no process yet to send this to.
-        with self._lock:
-            if running is not None and self._owner.is_here:
-                running.is_killed = True
-                running.process.send_signal(worker_guard.KILL)
+        if running is not None and self._owner.is_here:
+            running.process.send_signal(worker_guard.KILL)
 
     def terminate(self) -> None:
         """Ask all workers to leave."""
@@ -281,29 +226,14 @@ class LocalProcesses:
             return list(self._running.values())
 
     def _reap(self, running: _Running) -> None:
-        boot, reason = running.boot, ""
-        try:
-            code = self._wait(running)
-        except OSError as error:
-            code, reason = -1, f"it could not be started: {error}"
+        boot = running.boot
+        code, reason = running.process.wait()
         if code == -worker_guard.KILL:  # the guard had not started the worker yet
             code = -signal.SIGKILL
         with self._lock:
             del self._running[boot.worker_id, boot.incarnation]
         process_exit = ProcessExit(code, running.counters.stepped, running.reason or reason)
         self._events.exited(boot.worker_id, boot.incarnation, process_exit)
-
-    def _wait(self, running: _Running) -> int:
-        try:
-            return running.process.wait()
-        except zygote.Unavailable as error:
-            log.warning("%s starts by itself, which takes longer: %s", running.boot.name, error)
-        with self._lock:
-            if running.is_killed:
-                running.counters.close()
-                return -signal.SIGKILL
-            running.process = self._start_alone(running.boot, running.env, running.counters)
-        return running.process.wait()
 
     def _watch_all(self) -> None:
         """End processes that hang, report those that take too much memory."""

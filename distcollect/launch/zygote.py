@@ -15,13 +15,12 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError, wait
 
 from distcollect.common import memory_segment, open_files, worker_guard
-from distcollect.common.step_counter import SharedStepCounter
 from distcollect.errors import ArgumentError
-from distcollect.launch.inheritance import Inheritance, interpreter
+from distcollect.launch.inheritance import Inheritance
 from distcollect.net.messages import WorkerBoot
 
 log = logging.getLogger(__name__)
@@ -80,59 +79,50 @@ def _use() -> str:
     return value
 
 
-class Unavailable(Exception):
-    """No worker could be forked; the message says why."""
-
-
-class ForkedProcess:
+class WorkerProcess:
     """A worker that was requested from a zygote, behind its guard.
 
     Attributes:
         pid: the guard's process id; None until it was forked.
-        counters: its step counter.
     """
 
-    def __init__(self, number: int, zygote: Zygote, counters: SharedStepCounter) -> None:
+    def __init__(self, number: int, zygote: Zygote) -> None:
         self.pid: int | None = None
-        self.counters = counters
         self._number = number
         self._zygote = zygote
-        self._code: Future[int] = Future()
+        self._end: Future[tuple[int, str]] = Future()
 
-    def wait(self) -> int:
-        """Wait for its end; its exit code, -N if signal N ended it.
+    def wait(self) -> tuple[int, str]:
+        """Wait for its end.
 
-        Raises:
-            Unavailable: it could not be forked.
+        Returns:
+            Its exit code, -N if signal N ended it; why it could not be started, "" if it was.
         """
-        return self._code.result()
+        return self._end.result()
 
     def send_signal(self, number: int) -> None:
         """Send the guard a signal, see :mod:`distcollect.common.worker_guard`."""
         self._zygote.send(self._number, number)
         if self.pid is None and number == worker_guard.KILL:
             # The zygote still imports. It forks the worker later, and ends it at once.
-            self.note(-signal.SIGKILL)
+            self.note_end(-signal.SIGKILL)
 
     def kill(self) -> None:
         """End it at once, though its guard or the zygote hangs."""
         if self.pid is not None:
             with contextlib.suppress(OSError):
                 os.kill(self.pid, signal.SIGKILL)
-        if wait([self._code], _ANSWER_TIMEOUT_S).not_done:
+        if wait([self._end], _ANSWER_TIMEOUT_S).not_done:
             self._zygote.close()
 
-    def note(self, what: int | str) -> None:
-        """Take in its exit code, or why it could not be forked."""
+    def note_end(self, code: int, reason: str = "") -> None:
+        """Take in what :meth:`wait` returns."""
         with contextlib.suppress(InvalidStateError):  # it was killed before it was forked
-            if isinstance(what, int):
-                self._code.set_result(what)
-            else:
-                self._code.set_exception(Unavailable(what))
+            self._end.set_result((code, reason))
 
 
 class Zygote:
-    """A process to fork workers from, started by this process.
+    """A process that starts workers, started by this process.
 
     Attributes:
         pid: its process id.
@@ -146,7 +136,7 @@ class Zygote:
             OSError: the system can't start it.
         """
         self._lock = threading.RLock()
-        self._forked: dict[int, ForkedProcess] = {}
+        self._workers: dict[int, WorkerProcess] = {}
         self._numbers = itertools.count()
         self.is_gone = False
         self._origin = inheritance.origin()
@@ -165,10 +155,10 @@ class Zygote:
         self.pid = self._process.pid
 
     def is_usable(self, inheritance: Inheritance) -> bool:
-        """Return True if workers of this process, as it is now, can be forked from it."""
+        """Return True if it can start workers of this process as it is now."""
         return not self.is_gone and self._origin == inheritance.origin()
 
-    def fork(self, start: object, counters: SharedStepCounter) -> ForkedProcess:
+    def start(self, start: object, counters_fd: int, *, as_new_python: bool) -> WorkerProcess:
         """Request a worker, which gets ``start``. That may be large, so it travels in a file.
 
         Raises:
@@ -177,16 +167,11 @@ class Zygote:
         with memory_segment.small_file() as file, open_files.output_streams() as streams:
             pickle.dump(start, file)
             file.flush()
-            file.seek(0)
             with self._lock:
                 number = next(self._numbers)
-                forked = self._forked[number] = ForkedProcess(number, self, counters)
-                try:
-                    self._send(number, 0, [file.fileno(), counters.fd, *streams])
-                except OSError:
-                    del self._forked[number]
-                    raise
-        return forked
+                self._send(number, int(as_new_python), [file.fileno(), counters_fd, *streams])
+                worker = self._workers[number] = WorkerProcess(number, self)
+        return worker
 
     def send(self, number: int, signal_number: int) -> None:
         """Have a worker's guard signalled; do nothing if the zygote is gone."""
@@ -230,36 +215,38 @@ class Zygote:
         code = process.wait()
         with self._lock:
             self.is_gone = True
-            lost = list(self._forked.values())
-            self._forked.clear()
+            lost = list(self._workers.values())
+            self._workers.clear()
         self._sock.close()
-        reason = f"the process to fork it from has ended with code {code}"
-        for forked in lost:
+        reason = f"it could not be started: the process to fork it from has ended with code {code}"
+        for worker in lost:
             # The guard of one that was forked sees that the zygote is gone.
-            forked.note(reason if forked.pid is None else -signal.SIGKILL)
+            worker.note_end(-signal.SIGKILL, reason if worker.pid is None else "")
 
     def _note_next(self) -> bool:
         """Take in what the zygote says next; return False once it is gone."""
         try:
-            number, is_over, what = pickle.loads(self._sock.recv(_LONGEST_BYTES))
+            number, is_over, value, why = pickle.loads(self._sock.recv(_LONGEST_BYTES))
         except (OSError, EOFError):
             return False
         with self._lock:
-            forked = self._forked.pop(number) if is_over else self._forked[number]
+            worker = self._workers.pop(number) if is_over else self._workers[number]
         if is_over:
-            forked.note(what)
-        else:
-            forked.pid = what
-            forked.counters.close()
+            worker.note_end(value, why)
+            return True
+        worker.pid = value
+        if why:
+            log.warning("a worker starts by itself, which takes longer: %s", why)
         return True
 
 
 def _start(inheritance: Inheritance, fd: int) -> subprocess.Popen[bytes]:
     # It inherits that from this thread.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    isolated = ["-I"] if sys.flags.isolated else []  # from the environment
     with open_files.output_streams() as (_, stderr):
         process = subprocess.Popen(
-            [*interpreter(), "-c", _BOOT],
+            [sys.executable, *isolated, "-c", _BOOT],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=stderr,
@@ -301,41 +288,30 @@ def warm_up(inheritance: Inheritance, user: object = None) -> None:
         with _lock:
             _users.add(user)
     if _use() != _OFF:
-        try:
+        with contextlib.suppress(OSError):  # start() tries again, and raises
             _current(inheritance)
-        except OSError as error:
-            log.warning("no process to fork workers from could be started: %s", error)
 
 
-def fork(
-    boot: WorkerBoot,
-    inheritance: Inheritance,
-    added: Mapping[str, str],
-    counters: SharedStepCounter,
-) -> ForkedProcess:
+def start(
+    boot: WorkerBoot, inheritance: Inheritance, added: Mapping[str, str], cores: Iterable[int]
+) -> WorkerProcess:
     """Request a worker from this process's zygote.
 
     Args:
         boot: what it starts with.
         inheritance: what it gets of this process.
         added: environment variables of this worker alone.
-        counters: its step counter; the descriptor is closed once the worker has it.
+        cores: to run on.
 
     Raises:
-        Unavailable: it has to be started by itself.
+        OSError: the system can't start it.
     """
-    if _use() == _OFF:
-        raise Unavailable(f"{ZYGOTE}=off")
-    environ = {**inheritance.environ, **added}
     usual = {**_DEFAULTS, **inheritance.environ}
-    if special := sorted(name for name in added if added[name] != usual.get(name)):
-        raise Unavailable(f"libraries may read {', '.join(special)} when they are loaded")
-    try:
-        cores = boot.cores or os.sched_getaffinity(0)
-        start = (boot, environ, inheritance.folder, cores)
-        return _current(inheritance).fork(start, counters)
-    except OSError as error:
-        raise Unavailable(str(error)) from error
+    # Libraries may read a variable that is another one here when they are loaded.
+    as_new_python = _use() == _OFF or any(usual.get(name) != added[name] for name in added)
+    start = (boot, {**inheritance.environ, **added}, inheritance.folder, cores)
+    zygote = _current(inheritance)
+    return zygote.start(start, boot.counters_fd, as_new_python=as_new_python)
 
 
 def pid() -> int | None:

@@ -19,8 +19,7 @@
                              ◀─────────     Goodbye
 
 A message travels as a JSON object: its class's name under "message", and its fields. An unknown
-message, an unknown, missing or wrongly typed field is refused. A started worker process reads a
-:class:`WorkerBoot` from its standard input in the same form.
+message, an unknown, missing or wrongly typed field is refused.
 """
 
 from __future__ import annotations
@@ -262,15 +261,14 @@ class TrainerAddress:
 
 
 @dataclass(frozen=True)
-class WorkerBoot(Message):
-    """A worker's start, as it reads it from its standard input, where no ``ps`` sees the token.
+class WorkerBoot:
+    """A worker's start, as it reads it from a file without a name, where no ``ps`` sees the token.
 
     Attributes:
         worker_id: its slot.
         incarnation: its number in this slot, counted from 0.
         trainer: where to join.
         settings: see :class:`WorkerSettings`.
-        cores: to run on; None: those of its parent.
         num_threads: for torch to use.
         counters_fd: descriptor of its :class:`~distcollect.common.step_counter.SharedStepCounter`.
         sys_path: of the process that starts it.
@@ -282,7 +280,6 @@ class WorkerBoot(Message):
     incarnation: int
     trainer: TrainerAddress
     settings: WorkerSettings = WorkerSettings()
-    cores: tuple[int, ...] | None = None
     num_threads: int = 1
     counters_fd: int = -1
     sys_path: tuple[str, ...] = ()

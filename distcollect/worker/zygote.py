@@ -1,15 +1,17 @@
-"""The zygote: a process that has imported what workers need, and forks each of them.
+"""The zygote: a process that has imported what workers need, and starts each of them by a fork.
 
 A fork takes milliseconds and shares the memory of all that was imported; importing torch takes
 seconds of CPU and 150 MB in each worker. The process has a single thread and never computes
 anything, so nothing is lost by forking: no lock is held, no pool of threads has started, no GPU is
 in use. :class:`distcollect.launch.zygote.Zygote` is its other end.
 
+Where a fork would not do, the fork becomes a new Python, which imports all by itself.
+
 What both say is pickled, and goes over a pair of sockets that nobody else can reach. A request is a
-worker's number and a signal for that worker's guard. If four descriptors come along, it is to fork
-that worker; without them, and without a signal, to end with the last worker. An answer is a
-worker's number, whether that is the end, and the guard's process id or, at the end, the exit code,
-or in words why it could not be forked.
+worker's number and a signal for that worker's guard. If four descriptors come along, it is to start
+that worker, as a new Python if the signal is not 0; without them, and without a signal, to end with
+the last worker. An answer is a worker's number, whether that is the end, the guard's process id or,
+at the end, the exit code, and words: why it is a new Python, or why it could not be started.
 """
 
 from __future__ import annotations
@@ -48,6 +50,14 @@ _PRELOADED = (
     "encodings.idna",  # to look up a host's address
 )
 _NUM_FDS = 4  # of its start, of its step counter, of stdout and of stderr
+_NEW_PYTHON = """
+import sys
+sys.path[:] = {path!r}
+from distcollect.worker.zygote import begin_new_python
+boot = begin_new_python({start_fd}, {counters_fd}, {mask!r})
+from distcollect.worker.main import main
+main(boot)
+"""
 _LONGEST_REQUEST = 4096
 _LONGEST_WAKEUP = 4096
 
@@ -75,9 +85,9 @@ def serve(fd: int, imported: Sequence[str], mask: Sequence[int]) -> WorkerBoot:
     _warm_up()
     gc.collect()
     gc.freeze()  # a collection in a worker then doesn't write to the shared pages
-    fds = _Zygote(socket.socket(fileno=fd), unforkable).run()
+    fds, is_new_python = _Zygote(socket.socket(fileno=fd), unforkable).run()
     gc.enable()
-    return _become_worker(fds, mask)
+    return _become_worker(fds, mask, is_new_python)
 
 
 def _warm_up() -> None:
@@ -88,7 +98,7 @@ def _warm_up() -> None:
 
 class _Zygote:
     def __init__(self, sock: socket.socket, unforkable: str) -> None:
-        """Serve ``sock``; ``unforkable``: why no worker can be forked, "" if they can."""
+        """Serve ``sock``; ``unforkable``: why no worker can be a mere fork, "" if they can."""
         self._sock = sock
         self._unforkable = unforkable
         self._pid = os.getpid()
@@ -101,11 +111,12 @@ class _Zygote:
         self._end.setblocking(False)
         self._selector.register(self._ends, selectors.EVENT_READ, self._reap)
 
-    def run(self) -> list[int]:
+    def run(self) -> tuple[list[int], bool]:
         """Do what is requested, until the parent needs no more; then the process ends.
 
         Returns:
-            In each worker, the descriptors that came with the request for it.
+            In each worker, the descriptors that came with the request for it, and whether it is to
+            be a new Python.
         """
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._end.fileno(), warn_on_full_buffer=False)
@@ -113,16 +124,16 @@ class _Zygote:
         while self._workers or not self._retired:
             for key, _ in self._selector.select():
                 try:
-                    fds: list[int] | None = key.data()
-                    if fds is not None:
-                        return fds
+                    worker: tuple[list[int], bool] | None = key.data()
+                    if worker is not None:
+                        return worker
                 except Exception:  # noqa: BLE001 - it concerns one worker, and would end all
                     traceback.print_exc()
                     if os.getpid() != self._pid:
                         os._exit(1)
         os._exit(0)
 
-    def _receive(self) -> list[int] | None:
+    def _receive(self) -> tuple[list[int], bool] | None:
         try:
             request, fds, _, _ = socket.recv_fds(self._sock, _LONGEST_REQUEST, _NUM_FDS)
         except OSError:
@@ -131,27 +142,28 @@ class _Zygote:
             os._exit(0)  # the guards see that, and end their workers
         number, signal_number = pickle.loads(request)
         if fds:
-            return self._fork(number, fds)
+            return self._start(number, fds, bool(signal_number))
         if not signal_number:
             self._retired = True
         for pid in [pid for pid, worker in self._workers.items() if worker == number]:
             os.kill(pid, signal_number)  # it was not reaped yet
         return None
 
-    def _fork(self, number: int, fds: list[int]) -> list[int] | None:
-        """Fork a worker; return its descriptors there, None in this process."""
-        pid = -1
+    def _start(
+        self, number: int, fds: list[int], is_new_python: bool
+    ) -> tuple[list[int], bool] | None:
+        """Fork a worker; return what :meth:`run` does there, None in this process."""
+        why = "" if is_new_python else self._unforkable or _why_not()
         try:
-            if not (reason := self._unforkable or _why_not()):
-                pid = os.fork()
+            pid = os.fork()
         except OSError as error:
-            reason = f"it can't be forked: {error}"
-        if pid == 0:
-            self._leave()
-            return fds
-        if pid > 0:
+            self._answer(number, True, -1, f"it could not be started: {error}")
+        else:
+            if pid == 0:
+                self._leave()
+                return fds, is_new_python or bool(why)
             self._workers[pid] = number
-        self._answer(number, bool(reason), reason or pid)
+            self._answer(number, False, pid, why)
         for fd in fds:
             os.close(fd)
         return None
@@ -170,7 +182,7 @@ class _Zygote:
         for pid, status in worker_guard.ended():
             number = self._workers.pop(pid, None)  # None: what was imported has started it
             if number is not None:
-                self._answer(number, True, os.waitstatus_to_exitcode(status))
+                self._answer(number, True, os.waitstatus_to_exitcode(status), "")
 
     def _answer(self, *answer: int | str) -> None:
         with contextlib.suppress(OSError):  # the parent is gone, which the loop sees next
@@ -202,25 +214,31 @@ def _why_not() -> str:
     return f"what it imported has started {len(threads)} thread(s), named {names}"
 
 
-def _become_worker(fds: list[int], mask: Sequence[int]) -> WorkerBoot:
+def _become_worker(fds: list[int], mask: Sequence[int], is_new_python: bool) -> WorkerBoot:
     """Make a fork of the zygote what a process of its own would have been."""
     start_fd, counters_fd, stdout_fd, stderr_fd = fds
-    boot: WorkerBoot
-    with open(start_fd, "rb") as file:  # noqa: PTH123 - a descriptor
-        boot, environ, folder, cores = pickle.load(file)
+    boot, environ, folder, cores = _read(start_fd)
     sys.stdout.flush()
     sys.stderr.flush()
     os.dup2(stdout_fd, 1)
     os.dup2(stderr_fd, 2)
     os.close(stdout_fd)
     os.close(stderr_fd)
+    with contextlib.suppress(OSError):  # the folder is gone: that would not keep it from starting
+        os.chdir(folder)
+    os.sched_setaffinity(0, cores)
+    if is_new_python:
+        for fd in (start_fd, counters_fd):
+            os.set_inheritable(fd, True)
+        code = _NEW_PYTHON.format(
+            path=list(boot.sys_path), start_fd=start_fd, counters_fd=counters_fd, mask=list(mask)
+        )
+        os.execve(sys.executable, [*sys.orig_argv[:-1], code], environ)  # noqa: S606
+    os.close(start_fd)
     stdout: Any = sys.stdout
     stdout.reconfigure(line_buffering=os.isatty(1))
     os.environ.clear()
     os.environ.update(environ)
-    with contextlib.suppress(OSError):  # the folder is gone: that would not keep it from starting
-        os.chdir(folder)
-    os.sched_setaffinity(0, cores)
     sys.path[:] = boot.sys_path
     importlib.invalidate_caches()  # of folders that had other modules when the zygote imported
     random.seed()
@@ -228,3 +246,19 @@ def _become_worker(fds: list[int], mask: Sequence[int]) -> WorkerBoot:
     torch.seed()
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     return replace(boot, counters_fd=counters_fd)
+
+
+def begin_new_python(start_fd: int, counters_fd: int, mask: Sequence[int]) -> WorkerBoot:
+    """Return what a worker starts with that is a new Python; ``mask``: see :func:`serve`."""
+    boot, *_ = _read(start_fd)
+    os.close(start_fd)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    return replace(boot, counters_fd=counters_fd)
+
+
+def _read(start_fd: int) -> tuple[WorkerBoot, dict[str, str], str, Sequence[int]]:
+    """Read a worker's start: the boot, environment variables, working folder and cores."""
+    os.lseek(start_fd, 0, os.SEEK_SET)
+    with open(start_fd, "rb", closefd=False) as file:
+        start: tuple[WorkerBoot, dict[str, str], str, Sequence[int]] = pickle.load(file)
+    return start

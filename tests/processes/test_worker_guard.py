@@ -28,6 +28,13 @@ hold()
 os.kill(os.getpid(), signal.SIGSEGV)
 """
 
+GUARDED = f"""
+import os, sys
+from distcollect.common import worker_guard
+worker_guard.guard(os.getppid())
+{CRASH}
+"""
+
 # The worker goes on only when its guard is gone.
 KILLED_AT_ONCE = """
 import os, signal, time
@@ -47,10 +54,7 @@ print("the worker runs")
 def test_a_kill_does_not_hide_how_a_worker_ended() -> None:
     seen, connection = os.pipe()
     process = subprocess.Popen(
-        [
-            *[sys.executable, "-I", "-S", worker_guard.__file__, str(os.getpid())],
-            *[sys.executable, "-c", CRASH, str(connection)],
-        ],
+        [sys.executable, "-c", GUARDED, str(connection)],
         pass_fds=[connection],
         start_new_session=True,
     )

@@ -44,6 +44,7 @@ class Reporting(gym.Wrapper[Any, Any, Any, Any]):
         return {
             "pid": os.getpid(),
             "started_by": int(guard.rpartition(")")[2].split()[1]),
+            "command": Path("/proc/self/cmdline").read_bytes(),
             "folder": str(Path.cwd()),
             "path": list(sys.path),
             "torch_threads": torch.get_num_threads(),
@@ -66,19 +67,28 @@ def processes(collector: dc.MultiSyncDataCollector) -> list[dict[str, Any]]:
     return [facts for [facts] in collector.call("process").values()]
 
 
+def are_forked(collector: dc.MultiSyncDataCollector) -> bool:
+    """True if workers are forks, False if they are each a new Python; the zygote starts both."""
+    workers = processes(collector)
+    assert {facts["started_by"] for facts in workers} == {zygote.pid()}
+    command = Path(f"/proc/{zygote.pid()}/cmdline").read_bytes()
+    [are_forks] = {facts["command"] == command for facts in workers}
+    return are_forks
+
+
 def test_forked_workers_share_what_they_should_and_nothing_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In all else they are as processes of their own, which tests/judges show."""
     with collect() as collector:
         collector.next()
-        forked, parent = processes(collector), zygote.pid()
+        forked, are_forks = processes(collector), are_forked(collector)
     monkeypatch.setenv(zygote.ZYGOTE, "off")
     with collect() as collector:
         collector.next()
         alone = processes(collector)
-    assert {facts["started_by"] for facts in forked} == {parent}
-    assert {facts["started_by"] for facts in alone} == {os.getpid()}
+        assert are_forks
+        assert not are_forked(collector)
     for key in ("authkey", "memfds", "sockets"):
         assert [facts[key] for facts in forked] == [facts[key] for facts in alone], key
     assert forked[0]["authkey"] == bytes(multiprocessing.current_process().authkey)
@@ -105,9 +115,9 @@ def test_a_replacement_has_the_folder_and_path_of_the_time_when_its_collector_wa
             WAIT_S,
         )
         after = processes(collector)[1]
+        assert are_forked(collector) == (use == "keep")
     assert after["folder"] == before["folder"] != str(tmp_path)
     assert str(tmp_path) not in after["path"]
-    assert after["started_by"] == (zygote.pid() if use == "keep" else os.getpid())
 
 
 def test_a_killed_zygote_costs_its_workers_and_no_frame(marked: Marked) -> None:
@@ -119,7 +129,7 @@ def test_a_killed_zygote_costs_its_workers_and_no_frame(marked: Marked) -> None:
         eventually(lambda: zygote.pid() not in {None, first}, WAIT_S)
         for _ in range(3):
             assert collector.next().numel() == 32
-        assert {facts["started_by"] for facts in processes(collector)} == {zygote.pid()}
+        assert are_forked(collector)
     assert marked.gone(), marked.left()
 
 
@@ -129,8 +139,8 @@ def test_torchrl_is_imported_once_if_the_trainer_has_it() -> None:
     zygote.close()
     with collect() as collector:
         collector.next()
+        assert are_forked(collector)
         for facts in processes(collector):
-            assert facts["started_by"] == zygote.pid()
             assert facts["has_torchrl"]
             # As in a process of its own, though importing TorchRL sets it.
             assert facts["start_method"] is None
@@ -183,7 +193,7 @@ def test_what_uses_threads_or_cuda_at_import_is_not_forked_from(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with collect(1) as collector:
         collector.next()
-        assert processes(collector)[0]["started_by"] == os.getpid()
+        assert not are_forked(collector)
     assert why in caplog.text
     zygote.close()
 
