@@ -6,11 +6,12 @@ actor of Ray. It doesn't import torch, which takes seconds and 150 MB.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from distcollect.common import open_files
@@ -89,79 +90,61 @@ def supervise(
     """
     open_files.fill_standard_streams()
     joined_before = False
-    with _Signals() as signals:
-        signals.hold()
-        zygote.warm_up(Inheritance.now())
-        while True:
-            try:
-                signals.release()
+    name = name or ("this process" if rank is None else f"rank {rank}")
+    try:
+        with _signals():
+            zygote.warm_up(Inheritance.now())
+            while True:
+                hello = SupervisorHello(rank=rank)
+                give_up = joined_before and patience_s is None
                 connection, trainer = join(
-                    find,
-                    SupervisorHello(rank=rank),
-                    timeout_s,
-                    name=name or ("this process" if rank is None else f"rank {rank}"),
-                    give_up_if_refused=joined_before and patience_s is None,
+                    find, hello, timeout_s, name=name, give_up_if_refused=give_up
                 )
-                goodbye = _serve(connection, trainer, placement, signals)
-            except _Gone:
-                if rank is not None:
-                    _fail(f"the trainer is gone (if by SIGABRT or SIGSEGV: {STRAY_CONNECTION})")
-                raise SystemExit("distcollect: the trainer is gone; this process ends") from None
-            except _Terminated as error:
-                raise SystemExit(128 + error.args[0]) from None
-            if goodbye is not None and not goodbye.resumes:
-                if goodbye.failed and rank is not None:
-                    _fail("the trainer failed")
-                return
-            log.warning("the trainer is gone, or was cut off; looking for it again")
-            joined_before = True
-            timeout_s = _REJOIN_TIMEOUT_S if patience_s is None else patience_s
+                goodbye = _serve(connection, trainer, placement)
+                if goodbye is not None and not goodbye.resumes:
+                    if goodbye.failed and rank is not None:
+                        _fail("the trainer failed")
+                    return
+                log.warning("the trainer is gone, or was cut off; looking for it again")
+                joined_before = True
+                timeout_s = _REJOIN_TIMEOUT_S if patience_s is None else patience_s
+    except _Gone:
+        if rank is not None:
+            _fail(f"the trainer is gone (if by SIGABRT or SIGSEGV: {STRAY_CONNECTION})")
+        raise SystemExit("distcollect: the trainer is gone; this process ends") from None
+    except _Terminated as error:
+        raise SystemExit(128 + error.args[0]) from None
 
 
-class _Signals:
-    """Has signals end a supervisor in order; restores what they did before.
+@contextlib.contextmanager
+def _signals() -> Iterator[None]:
+    """Have the first SIGTERM or SIGINT raise :class:`_Terminated`; restore the handlers.
 
-    SIGTERM and SIGINT raise :class:`_Terminated`, at once or, while they are held, afterwards.
+    If it comes while processes are ended, their guards end them when this process does.
     """
 
-    def __init__(self) -> None:
-        self._previous: dict[int, Any] = {}
-        self._is_holding = False
-        self._held: int | None = None
+    def terminate(number: int, _frame: object) -> None:
+        for each in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(each, signal.SIG_IGN)
+        raise _Terminated(number)
 
-    def __enter__(self) -> _Signals:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            # None: it was not set by Python, which so can't restore it.
-            self._previous[number] = signal.signal(number, self._received) or signal.SIG_DFL
+    handlers: dict[int, Any] = {
+        signal.SIGTERM: terminate,
+        signal.SIGINT: terminate,
         # Batch systems tell every process of a job that it will end. The trainer decides what
         # follows.
-        for number in (signal.SIGUSR1, signal.SIGUSR2):
-            self._previous[number] = signal.signal(number, signal.SIG_IGN) or signal.SIG_DFL
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
+        signal.SIGUSR1: signal.SIG_IGN,
+        signal.SIGUSR2: signal.SIG_IGN,
+    }
+    before = {number: signal.getsignal(number) for number in handlers}
+    try:
+        for number, handler in handlers.items():
             signal.signal(number, handler)
-
-    def _received(self, number: int, _frame: object) -> None:
-        if not self._is_holding:
-            raise _Terminated(number)
-        self._held = number
-
-    def hold(self) -> None:
-        """Let nothing interrupt what follows, until :meth:`release`."""
-        self._is_holding = True
-
-    def release(self) -> None:
-        """Let signals raise again; raise for one that came meanwhile.
-
-        Raises:
-            _Terminated: a signal came.
-        """
-        self._is_holding = False
-        number, self._held = self._held, None
-        if number is not None:
-            raise _Terminated(number)
+        yield
+    finally:
+        for number, handler in before.items():
+            # None: it was not set by Python, which so can't restore it.
+            signal.signal(number, handler or signal.SIG_DFL)
 
 
 class _Gone(Exception):
@@ -226,7 +209,6 @@ def _serve(
     connection: ControlConnection,
     trainer: TrainerAddress,
     placement: CpuPlacement,
-    signals: _Signals,
 ) -> Goodbye | None:
     """Do what the trainer requests until it says goodbye; None: the connection broke off."""
     processes = LocalProcesses(_Reporter(connection))
@@ -249,7 +231,6 @@ def _serve(
             processes.terminate()
         raise
     finally:
-        signals.hold()
-        processes.close(grace_s)
-        connection.close()
+        with contextlib.closing(connection):
+            processes.close(grace_s)
     return goodbye

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import queue
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +15,6 @@ from helpers.marked import Marked
 from helpers.paths import SCRIPTS
 
 SCRIPT = SCRIPTS / "end_in_some_way.py"
-START_S = 60
 END_S = 30
 slow = pytest.mark.slow
 PYTHON = [sys.executable]
@@ -39,26 +36,18 @@ class Program:
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
             text=True,
         )
-        self.output: list[str] = []
-        self._lines: queue.Queue[str | None] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
         assert self.process.stdout is not None
-        with self.process.stdout as output:
-            for line in output:
-                self._lines.put(line.strip())
-        self._lines.put(None)
+        self._stdout = self.process.stdout
+        self.output: list[str] = []
 
     def await_line(self, wanted: str) -> None:
-        deadline = time.monotonic() + START_S
-        while True:
-            line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
-            assert line is not None, "\n".join(["the program ended early:", *self.output])
-            self.output.append(line)
-            if line == wanted:
+        """Read its output up to this line; pytest's timeout is the deadline."""
+        for line in self._stdout:
+            self.output.append(line.strip())
+            if line.strip() == wanted:
                 self._marked.note()
                 return
+        raise AssertionError("\n".join(["the program ended early:", *self.output]))
 
     def rank0(self) -> int:
         """The process that runs main()."""
@@ -80,22 +69,12 @@ class Program:
         try:
             code = self.process.wait(END_S)
         except subprocess.TimeoutExpired:
-            pytest.fail(f"still running after {END_S} s: {self._marked.left()}\n{self.rest()}")
+            pytest.fail(f"still running after {END_S} s: {self._marked.left()}\n{self.output}")
         remaining = END_S - (time.monotonic() - began)
-        assert self._marked.gone(remaining), f"left: {self._marked.left()}\n{self.rest()}"
-        self.output += self.rest().splitlines()
+        assert self._marked.gone(remaining), f"left: {self._marked.left()}\n{self.output}"
+        with self._stdout:
+            self.output += self._stdout.read().splitlines()
         return code
-
-    def rest(self) -> str:
-        lines = []
-        while True:
-            try:
-                line = self._lines.get(timeout=0.5)
-            except queue.Empty:
-                return "\n".join(lines)
-            if line is None:
-                return "\n".join(lines)
-            lines.append(line)
 
 
 @pytest.fixture
@@ -110,6 +89,7 @@ def run(marked: Marked) -> Iterator[Callable[..., Program]]:
     for program in programs:
         program.process.kill()
         program.process.wait()
+        program.process.stdout.close()
 
 
 Run = Callable[..., Program]

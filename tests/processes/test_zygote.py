@@ -227,20 +227,6 @@ def test_a_trainer_that_gives_up_privileges_gets_another_zygote() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_a_forked_child_of_the_trainer_leaves_its_zygote_alone() -> None:
-    with collect(1) as collector:
-        collector.next()
-        pid = zygote.pid()
-        child = os.fork()
-        if child == 0:
-            sys.exit = os._exit  # type: ignore[assignment] # not pytest's own end
-            zygote.close()
-            os._exit(0 if zygote.pid() is None else 1)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        collector.next()
-        assert zygote.pid() == pid
-
-
 def test_it_ends_with_a_killed_trainer_though_it_still_imports(marked: Marked) -> None:
     code = (
         "from distcollect.launch import inheritance, zygote; "

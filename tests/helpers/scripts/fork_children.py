@@ -9,26 +9,14 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
-import gymnasium as gym
-import numpy as np
-from gymnasium import spaces
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from helpers.envs import ProcessIdEnv
 
 import distcollect as dc
 from distcollect.common import signals
-
-
-class ShowsItsProcess(gym.Env):
-    """Observes the id of its process."""
-
-    observation_space = spaces.Box(0, 2**31, (1,), np.float64)
-    action_space = spaces.Discrete(2)
-
-    def reset(self, *, seed=None, options=None):
-        return np.array([os.getpid()], np.float64), {}
-
-    def step(self, action):
-        return np.array([os.getpid()], np.float64), 0.0, False, False, {}
 
 
 def code_of(child):
@@ -67,7 +55,7 @@ def leave(how, collector):
 
 def main():
     signals.watch(lambda: None)
-    with dc.RPCDataCollector(ShowsItsProcess, frames_per_batch=16, num_workers=1) as collector:
+    with dc.RPCDataCollector(ProcessIdEnv, frames_per_batch=16, num_workers=1) as collector:
         before = worker_of(collector.next())
         ready, child_is_ready = os.pipe()
         for how in ("exit", "raise", "use", "shutdown", "signal"):

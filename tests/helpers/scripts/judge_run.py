@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from helpers.descendants import descendants
 from helpers.judge_launches import listening_ports
-from helpers.judge_state import LATE_MODULE, StateEnv
+from helpers.judge_state import LATE_MODULE, StateEnv, process_state
 
 import distcollect as dc
 
@@ -212,12 +212,7 @@ def state():
     change_everything()
     with collector(num_workers=1) as open_collector:
         [state_of_worker] = open_collector.call("process_state")[0]
-    own = {
-        "environment": dict(os.environ),
-        "sys.path": sys.path,
-        "folder": str(Path.cwd()),
-    }
-    return {"worker": state_of_worker, "own": own}
+    return {"worker": state_of_worker, "own": process_state()}
 
 
 def stuck():

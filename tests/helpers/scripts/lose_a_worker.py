@@ -8,38 +8,24 @@ lose_a_worker.py unplug    the host of worker 1 is unplugged when "running" is p
 import os
 import signal
 import sys
-import time
+from pathlib import Path
 
-import gymnasium as gym
-import numpy as np
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from helpers.envs import ProcessIdEnv
 
 import distcollect as dc
 
 
-class Telling(gym.Env):
-    """Observes the id of its process."""
-
-    observation_space = gym.spaces.Box(0, np.inf, (1,), np.float64)
-    action_space = gym.spaces.Discrete(2)
-
-    def reset(self, *, seed=None, options=None):
-        return np.full(1, os.getpid(), np.float64), {}
-
-    def step(self, action):
-        time.sleep(0.001)
-        return np.full(1, os.getpid(), np.float64), 1.0, False, False, {}
-
-
 def main():
-    with dc.RPCDataCollector(Telling, frames_per_batch=20) as collector:
+    with dc.RPCDataCollector(ProcessIdEnv, frames_per_batch=20) as collector:
         pids = {}
 
         def until(holds):
             while not holds():
                 batch = collector.next(timeout_s=60)
-                pids[int(batch["collector", "worker_id"][0, 0])] = int(
-                    batch["observation"][0, 0, 0]
-                )
+                worker_id = int(batch["collector", "worker_id"][0, 0])
+                pids[worker_id] = int(batch["observation"][0, 0, 0])
 
         until(lambda: len(pids) == 2)
         print("running", flush=True)
