@@ -10,22 +10,19 @@ import contextlib
 import logging
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from distcollect.common import open_files
 from distcollect.common.process_exit import STRAY_CONNECTION, ProcessExit
-from distcollect.errors import LaunchError
 from distcollect.launch import zygote
 from distcollect.launch.cpu_placement import CpuPlacement
 from distcollect.launch.inheritance import Inheritance
 from distcollect.launch.local_processes import LocalProcesses, ProcessEvents
-from distcollect.net.client import ControlConnection, NoAnswer, join_once
+from distcollect.net.client import ControlConnection, TrainerGone, join
 from distcollect.net.messages import (
     Exited,
     Goodbye,
-    Hello,
     Kill,
     MemoryExceeded,
     Spawn,
@@ -37,9 +34,6 @@ log = logging.getLogger(__name__)
 
 # After the connection broke off: a cable that is pulled and put back takes some time.
 _REJOIN_TIMEOUT_S = 60.0
-_TRY_TIMEOUT_S = 5.0
-# The pause between two tries grows: hundreds of supervisors may wait for hours.
-_RETRY_S, _LONGEST_RETRY_S = 0.2, 2.0
 # After the trainer has failed, the other ranks end this much later.
 _FAIL_DELAY_S = 3.0
 
@@ -108,7 +102,7 @@ def supervise(
                 log.warning("the trainer is gone, or was cut off; looking for it again")
                 joined_before = True
                 timeout_s = _REJOIN_TIMEOUT_S if patience_s is None else patience_s
-    except _Gone:
+    except TrainerGone:
         if rank is not None:
             _fail(f"the trainer is gone (if by SIGABRT or SIGSEGV: {STRAY_CONNECTION})")
         raise SystemExit("distcollect: the trainer is gone; this process ends") from None
@@ -145,52 +139,6 @@ def _signals() -> Iterator[None]:
         for number, handler in before.items():
             # None: it was not set by Python, which so can't restore it.
             signal.signal(number, handler or signal.SIG_DFL)
-
-
-class _Gone(Exception):
-    """Nobody listens at the trainer's address any more."""
-
-
-def join(
-    find: Callable[[], TrainerAddress],
-    hello: Hello,
-    timeout_s: float,
-    *,
-    name: str,
-    give_up_if_refused: bool = False,
-) -> tuple[ControlConnection, TrainerAddress]:
-    """Join the trainer; returns the connection, and the address that it leads to.
-
-    Args:
-        find: see :func:`supervise`.
-        hello: the message that introduces this process.
-        timeout_s: how long to try.
-        name: what to call this process in an error.
-        give_up_if_refused: raise at once if nobody listens there.
-
-    Raises:
-        LaunchError: the trainer can't be reached within ``timeout_s``, or refused.
-    """
-    deadline = time.monotonic() + timeout_s
-    problem: Exception | None = None
-    pause_s, where = _RETRY_S, ""
-    while time.monotonic() < deadline:
-        try:
-            trainer = find()
-            where = f", at {trainer.host}:{trainer.port},"
-            return join_once(trainer, hello, _TRY_TIMEOUT_S), trainer
-        except (OSError, NoAnswer) as error:
-            if give_up_if_refused and isinstance(error, ConnectionRefusedError):
-                raise _Gone from error
-            # It isn't there yet; or, after a restart by torchrun, this was its previous address.
-            problem = error
-        time.sleep(pause_s)
-        pause_s = min(1.1 * pause_s, _LONGEST_RETRY_S)
-    raise LaunchError(
-        f"{name} could not reach the trainer within {timeout_s:g} s; the last try{where} ended "
-        f"with: {problem}. Is the trainer running, what does its own output say, and do firewalls "
-        "let this host through?"
-    )
 
 
 def _fail(why: str) -> NoReturn:

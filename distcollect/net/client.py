@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import time
+from collections.abc import Callable
 
 from distcollect.errors import LaunchError
 from distcollect.net.framing import (
@@ -31,6 +32,8 @@ log = logging.getLogger(__name__)
 _MAX_UNPROVEN_FRAME = 4096
 # For the whole handshake: longer than the trainer waits for its own part.
 ANSWER_TIMEOUT_S = 15.0
+# The pause between two tries grows: hundreds of supervisors may wait for hours.
+_CONNECT_TIMEOUT_S, _RETRY_S, _LONGEST_RETRY_S = 5.0, 0.2, 2.0
 
 
 class _Refusal(LaunchError):
@@ -148,17 +151,56 @@ class ControlConnection:
         self.sock.close()
 
 
-def join_once(trainer: TrainerAddress, hello: Hello, timeout_s: float) -> ControlConnection:
-    """Connect to a trainer within ``timeout_s``, and join it.
+class TrainerGone(LaunchError):
+    """Nobody listens at the trainer's address."""
+
+
+def join(
+    find: Callable[[], TrainerAddress],
+    hello: Hello,
+    timeout_s: float,
+    *,
+    name: str,
+    give_up_if_refused: bool = False,
+) -> tuple[ControlConnection, TrainerAddress]:
+    """Join the trainer; return the connection, and the address that it leads to.
+
+    Args:
+        find: returns where the trainer is; raises OSError if that isn't known yet.
+        hello: the message that introduces this process.
+        timeout_s: how long to try.
+        name: what to call this process in an error.
+        give_up_if_refused: raise at once if nobody listens there.
 
     Raises:
-        OSError: nobody listens there, or it can't be reached in time.
-        NoAnswer, LaunchError: see :meth:`ControlConnection.join`.
+        TrainerGone: nobody listens there.
+        LaunchError: the trainer can't be reached within ``timeout_s``, or refused.
     """
-    connection = ControlConnection(trainer.host, trainer.port, timeout_s)
-    try:
-        connection.join(hello, trainer.token)
-    except BaseException:
-        connection.close()
-        raise
-    return connection
+    deadline = time.monotonic() + timeout_s
+    problem: Exception | None = None
+    pause_s, where = _RETRY_S, ""
+    while time.monotonic() < deadline:
+        try:
+            trainer = find()
+            where = f", at {trainer.host}:{trainer.port},"
+            connection = ControlConnection(trainer.host, trainer.port, _CONNECT_TIMEOUT_S)
+            try:
+                connection.join(hello, trainer.token)
+            except BaseException:
+                connection.close()
+                raise
+            else:
+                return connection, trainer
+        except (OSError, NoAnswer) as error:
+            if give_up_if_refused and isinstance(error, ConnectionRefusedError):
+                raise TrainerGone(f"{name} found no trainer{where.rstrip(',')}") from error
+            # It isn't there yet; or, after a restart by torchrun, this was its previous address;
+            # or too many strangers connect to it at the same time.
+            problem = error
+        time.sleep(pause_s)
+        pause_s = min(1.1 * pause_s, _LONGEST_RETRY_S)
+    raise LaunchError(
+        f"{name} could not reach the trainer within {timeout_s:g} s; the last try{where} ended "
+        f"with: {problem}. Is the trainer running, what does its own output say, and do firewalls "
+        "let this host through?"
+    )

@@ -10,7 +10,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 from pathlib import Path
 
 import torch
@@ -19,14 +18,13 @@ from distcollect.common.forks import Owner
 from distcollect.common.shared_memory import sample_for
 from distcollect.common.step_counter import StepCounter
 from distcollect.errors import LaunchError
-from distcollect.net.client import ControlConnection, NoAnswer, join_once
+from distcollect.net.client import join
 from distcollect.net.messages import (
     Exit,
     Leaving,
     PeerAddress,
     Reachable,
     Stop,
-    TrainerAddress,
     WorkerBoot,
     WorkerHello,
     WorkerWelcome,
@@ -40,22 +38,6 @@ log = logging.getLogger(__name__)
 # lock. With Python's own 5 ms, several times in a push, that wait is most of a small push's time.
 _SWITCH_INTERVAL_S = 0.0005
 _JOIN_TIMEOUT_S = 60.0
-_RETRY_S = 0.2
-
-
-def _join(trainer: TrainerAddress, hello: WorkerHello) -> ControlConnection:
-    """Join the trainer; try again if the connection breaks off in the handshake.
-
-    It does if too many strangers connect to the trainer at the same time.
-    """
-    deadline = time.monotonic() + _JOIN_TIMEOUT_S
-    while True:
-        try:
-            return join_once(trainer, hello, _JOIN_TIMEOUT_S)
-        except NoAnswer:
-            if time.monotonic() >= deadline:
-                raise
-        time.sleep(_RETRY_S)
 
 
 def main(boot: WorkerBoot) -> None:
@@ -72,8 +54,12 @@ def main(boot: WorkerBoot) -> None:
     threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     if not threads.isdecimal() or not int(threads):
         torch.set_num_threads(boot.num_threads)
-    connection = _join(
-        boot.trainer, WorkerHello(worker_id=boot.worker_id, incarnation=boot.incarnation)
+    connection, _ = join(
+        lambda: boot.trainer,
+        WorkerHello(worker_id=boot.worker_id, incarnation=boot.incarnation),
+        _JOIN_TIMEOUT_S,
+        name=boot.name,
+        give_up_if_refused=True,
     )
     welcome = connection.welcome
     if not isinstance(welcome, WorkerWelcome):

@@ -13,9 +13,9 @@ from helpers.error_rows import ARGUMENT, PORT, Row, rpc, with_env
 
 import distcollect as dc
 from distcollect.launch.open_hosts import set_launched
-from distcollect.launch.supervisor import join
 from distcollect.launch.topology import Launch
 from distcollect.launch.worker_hosts import HostEvents, WorkerHosts
+from distcollect.net.client import join
 from distcollect.net.messages import SupervisorHello, TrainerAddress
 from distcollect.net.server import JoinServer, JoinServerEvents
 

@@ -32,8 +32,8 @@ from distcollect.launch.rendezvous import (
     read_token,
 )
 from distcollect.launch.run_folder import TOKEN_VARIABLE
-from distcollect.launch.supervisor import join
 from distcollect.launch.topology import Launch, Launcher
+from distcollect.net.client import join
 from distcollect.net.interfaces import LOOPBACK
 from distcollect.net.messages import TrainerAddress
 from distcollect.net.server import JoinServer

@@ -10,7 +10,7 @@ from typing import Any
 
 from distcollect.commands.doctor.ranks import DoctorHello, Ranks, take_part
 from distcollect.integrations.ray import cluster as ray_cluster
-from distcollect.launch.supervisor import join
+from distcollect.net.client import join
 from distcollect.net.messages import TrainerAddress
 
 
