@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 _WATCHDOG_PERIOD_S = 1.0
 # Longer than a guard takes to end what its worker started.
-REAP_TIMEOUT_S = 8.0
+_REAP_TIMEOUT_S = 8.0
 # From the signal that has a process write its stack until that is read, and the process ended.
 _STACK_S = 0.25
 
@@ -211,10 +211,10 @@ class LocalProcesses:
         for running in self._still_running(reapers, grace_s):
             log.warning("%s did not end within %g s: killing it", running.boot.name, grace_s)
             self._kill(running)
-        for running in self._still_running(reapers, REAP_TIMEOUT_S):
+        for running in self._still_running(reapers, _REAP_TIMEOUT_S):
             log.warning("the guard of %s hangs, or the zygote: killing both", running.boot.name)
             running.process.kill()
-        self._still_running(reapers, REAP_TIMEOUT_S)
+        self._still_running(reapers, _REAP_TIMEOUT_S)
         zygote.end_if_unwanted(self)
 
     def _still_running(self, reapers: list[threading.Thread], timeout_s: float) -> list[_Running]:

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from helpers.cgroups import cgroup
 from helpers.placement_env import PlacementEnv
+from helpers.programs import run_python
 
 import distcollect as dc
-from distcollect.launch.cpu_placement import (
-    CpuPlacement,
-    num_cores,
-)
+from distcollect.launch.cpu_placement import CpuPlacement, num_cores
 
 __all__ = ["cgroup"]
 
@@ -28,14 +24,7 @@ def test_a_real_quota(cgroup: Path) -> None:
         "Path(sys.argv[1]).write_text(str(os.getpid()));"
         "from distcollect.launch.cpu_placement import num_cores; print(num_cores())"
     )
-    told = subprocess.run(
-        [sys.executable, "-c", ask, str(cgroup / "cgroup.procs")],
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert told.stdout.split() == ["1"]
+    assert run_python("-c", ask, cgroup / "cgroup.procs", timeout_s=60).stdout == "1\n"
 
 
 def test_a_worker_runs_where_it_is_put(monkeypatch: pytest.MonkeyPatch) -> None:

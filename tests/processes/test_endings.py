@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from helpers.marked import Marked
 from helpers.paths import SCRIPTS
+from helpers.programs import run_python
 
 SCRIPT = SCRIPTS / "end_in_some_way.py"
 END_S = 30
@@ -179,10 +180,7 @@ def test_torchrun_is_ended(run: Run, kind: str, number: str, whom: str) -> None:
 
 def test_no_interrupt_is_lost_and_none_leaves_a_lock_behind() -> None:
     """Wherever in next() the interrupt comes; and the workers still end."""
-    script = SCRIPTS / "interrupt_often.py"
-    done = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, timeout=100, check=False
-    )
+    done = run_python(SCRIPTS / "interrupt_often.py", timeout_s=100)
     assert done.returncode == 0, done.stderr
     sent, seen = map(int, done.stdout.split())
     assert sent == seen > 20, done.stderr
@@ -198,5 +196,4 @@ kept = closing.Finalizer(owner, lambda: print("closed", flush=True), 60.0)
 atexit.register(lambda: print("Ray ends", flush=True))
 closing.close_first_at_exit()
 """
-    done = subprocess.run([*PYTHON, "-c", code], check=True, capture_output=True, text=True)
-    assert done.stdout.split("\n")[:2] == ["closed", "Ray ends"]
+    assert run_python("-c", code, timeout_s=60).stdout.split("\n")[:2] == ["closed", "Ray ends"]

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 from helpers.marked import Marked
 from helpers.paths import SCRIPTS
+from helpers.programs import run_python
 
 
 def test_forked_children_leave_in_every_way(marked: Marked) -> None:
-    done = subprocess.run(
-        [sys.executable, SCRIPTS / "fork_children.py"],
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
+    done = run_python(SCRIPTS / "fork_children.py", timeout_s=110)
     assert done.stdout.splitlines() == [
         "exit 5",
         "raise 1",

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from helpers.programs import run_python
 
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 
@@ -30,18 +30,13 @@ print("the child:", os.waitstatus_to_exitcode(os.wait()[1]))
 """
 
 
-def test_a_child_restores_what_it_can(tmp_path: Path) -> None:
+def test_a_child_restores_what_it_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "handler.c").write_text(HANDLER)
     library = tmp_path / "handler.so"
     build = ["gcc", "-shared", "-fPIC", "-o", library, tmp_path / "handler.c"]
     subprocess.run(build, check=True, timeout=60)
-    done = subprocess.run(
-        ["env", f"LD_PRELOAD={library}", sys.executable, "-c", SCRIPT, tmp_path],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    monkeypatch.setenv("LD_PRELOAD", str(library))
+    done = run_python("-c", SCRIPT, tmp_path, timeout_s=120)
     assert done.returncode == 0, done.stderr
     assert "TypeError" not in done.stderr
     assert done.stdout.strip() == "the child: -12"

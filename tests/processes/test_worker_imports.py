@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from helpers.programs import run_python
 
 # What only the trainer's process needs.
 UNWANTED = (
@@ -23,7 +22,6 @@ UNWANTED = (
 
 def test_a_worker_loads_nothing_of_the_trainer() -> None:
     code = "import distcollect.worker.main, sys; print(*sys.modules, sep='\\n')"
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
-    loaded = done.stdout.decode().split()
+    loaded = run_python("-c", code, timeout_s=60).stdout.split()
     assert "distcollect.worker.main" in loaded
     assert [name for name in UNWANTED if name in loaded] == []
