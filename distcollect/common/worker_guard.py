@@ -73,11 +73,7 @@ def guard(parent: int) -> None:
 
 
 def _guard(worker: int, parent: int) -> NoReturn:
-    # The worker alone reads what the parent writes, and alone holds what it inherits.
-    os.closerange(3, 1024)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
+    os.closerange(3, 1024)  # the worker alone holds what it inherits
     status = _wait(worker, parent)
     if status is None:  # the kernel could not end it yet
         _exit_by(signal.SIGKILL)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import itertools
-import json
 import logging
 import os
 import pickle
@@ -46,23 +45,21 @@ _PRELOADED_IF_USED = ("torchrl.envs",)
 
 # First of all it is made sure that it ends with its parent: the imports take seconds. They make
 # objects that stay: searching these for garbage again and again would take a quarter of the time.
-# Python puts the working folder on the path: a json.py there is not the one that is wanted.
-_BOOT = """
+# Python puts the working folder on the path: a ctypes.py there is not the one that is wanted.
+_CODE = """
 import sys
 sys.path[:] = filter(None, sys.path)
-import ctypes, gc, json, os
+import ctypes, gc, os
 gc.disable()
-boot = json.loads(sys.stdin.readline())
 ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG, SIGKILL
-if os.getppid() != boot["parent"]:
+if os.getppid() != {parent}:
     os._exit(1)
-sys.path[:] = boot["sys_path"]
+sys.path[:] = {path!a}
 from distcollect.worker.zygote import serve
-boot = serve(boot["fd"], boot["imported"], boot["mask"])
+boot = serve({fd}, {imported!r}, {mask!r})
 from distcollect.worker.main import main
 main(boot)
 """
-
 
 _KEEP, _COLLECTOR, _OFF = "keep", "collector", "off"  # the values of the variable
 
@@ -243,30 +240,24 @@ class Zygote:
 def _start(inheritance: Inheritance, fd: int) -> subprocess.Popen[bytes]:
     # It inherits that from this thread.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    code = _CODE.format(
+        parent=os.getpid(),
+        path=list(inheritance.sys_path),
+        fd=fd,
+        imported=[name for name in _PRELOADED_IF_USED if name in sys.modules],
+        mask=[int(number) for number in mask],
+    )
     isolated = ["-I"] if sys.flags.isolated else []  # from the environment
     with open_files.output_streams() as (_, stderr):
-        process = subprocess.Popen(
-            [sys.executable, *isolated, "-c", _BOOT],
-            stdin=subprocess.PIPE,
+        return subprocess.Popen(
+            [sys.executable, *isolated, "-c", code],
+            stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=stderr,
             start_new_session=True,
             env={**_DEFAULTS, **inheritance.environ},
             pass_fds=[fd],
         )
-    assert process.stdin is not None
-    imported = [name for name in _PRELOADED_IF_USED if name in sys.modules]
-    boot = {
-        "fd": fd,
-        "parent": os.getpid(),
-        "sys_path": inheritance.sys_path,
-        "imported": imported,
-        "mask": [int(number) for number in mask],
-    }
-    with contextlib.suppress(BrokenPipeError):
-        process.stdin.write(json.dumps(boot).encode() + b"\n")
-        process.stdin.close()
-    return process
 
 
 _zygote: Zygote | None = None

@@ -10,7 +10,6 @@ import signal
 import socket
 import sys
 import threading
-from pathlib import Path
 
 import torch
 
@@ -42,8 +41,6 @@ _JOIN_TIMEOUT_S = 60.0
 
 def main(boot: WorkerBoot) -> None:
     """Run a worker process until its trainer ends it or is gone."""
-    with Path(os.devnull).open() as nothing:
-        os.dup2(nothing.fileno(), sys.stdin.fileno())
     if boot.authkey:
         # Proxies of a multiprocessing.Manager, for example, prove with it that they may connect.
         multiprocessing.current_process().authkey = bytes.fromhex(boot.authkey)

@@ -52,7 +52,7 @@ _PRELOADED = (
 _NUM_FDS = 4  # of its start, of its step counter, of stdout and of stderr
 _NEW_PYTHON = """
 import sys
-sys.path[:] = {path!r}
+sys.path[:] = {path!a}
 from distcollect.worker.zygote import begin_new_python
 boot = begin_new_python({start_fd}, {counters_fd}, {mask!r})
 from distcollect.worker.main import main
