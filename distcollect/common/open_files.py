@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import sys
 from collections.abc import Iterator
 
 # Some programs close every descriptor that they might have: no limit is raised above this.
@@ -65,6 +66,13 @@ def fill_standard_streams() -> None:
     while fd <= _STDERR:
         fd = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
     os.close(fd)
+
+
+def flush_output() -> None:
+    """Write out what was printed, if somebody still takes it."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # closed, a pipe to a program that has ended, None
+            stream.flush()
 
 
 @contextlib.contextmanager

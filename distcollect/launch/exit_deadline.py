@@ -16,12 +16,12 @@ import sys
 import time
 from collections.abc import Iterator
 
-from distcollect.common.forks import Owner, only_here
+from distcollect.common.open_files import flush_output
 from distcollect.errors import ArgumentError
 
 EXIT_TIMEOUT = "DISTCOLLECT_EXIT_TIMEOUT_S"
 
-_DEFAULT_S = 60.0
+_DEFAULT_S, _NO_LIMIT_S = 60.0, 1e9
 # What hangs is reported, then where the threads are; then the process ends.
 _STACKS_AFTER_S, _EXIT_AFTER_S = 0.25, 1.25
 _MESSAGE_BYTES = 2000
@@ -36,13 +36,15 @@ _ITIMERSPEC = struct.Struct("llll")
 
 
 class ExitDeadline:
-    """Ends this process by ``exit_code`` after ``timeout_s``, unless it is cancelled before.
+    """Ends this process by ``exit_code`` after :func:`timeout_s`, unless it is closed before.
 
-    Before, it writes to stderr what :attr:`waits_for` says, and the Python stack of each thread.
+    Before, it writes to stderr what :meth:`waits_for` says, and the Python stack of each thread.
     """
 
-    def __init__(self, timeout_s: float, exit_code: int) -> None:
-        self._seconds = f"{timeout_s:g} s"
+    def __init__(self, exit_code: int) -> None:
+        flush_output()
+        limit_s = timeout_s()
+        self._seconds = f"{limit_s:g} s"
         self._exit_code = exit_code
         self._timers: list[ctypes.c_void_p] = []
         self._libc = ctypes.CDLL("librt.so.1", use_errno=True)
@@ -50,9 +52,9 @@ class ExitDeadline:
         # Never freed: a timer may still read it when the interpreter has destroyed all objects.
         self._message: int = self._libc.calloc(_MESSAGE_BYTES, 1)
         self.waits_for("this process")
-        self._call_later(timeout_s, "warnx", self._message)
-        faulthandler.dump_traceback_later(timeout_s + _STACKS_AFTER_S, file=_STDERR)
-        self._call_later(timeout_s + _EXIT_AFTER_S, "_exit", exit_code & 0xFF)
+        self._call_later(limit_s, "warnx", self._message)
+        faulthandler.dump_traceback_later(limit_s + _STACKS_AFTER_S, file=_STDERR)
+        self._call_later(limit_s + _EXIT_AFTER_S, "_exit", exit_code & 0xFF)
 
     def waits_for(self, what: str) -> None:
         """Note what is to end now."""
@@ -63,7 +65,7 @@ class ExitDeadline:
         data = text.encode()[: _MESSAGE_BYTES // 2].replace(b"%", b"%%")[: _MESSAGE_BYTES - 1]
         ctypes.memmove(self._message, data + b"\0", len(data) + 1)
 
-    def cancel(self) -> None:
+    def close(self) -> None:
         """Let this process live on."""
         faulthandler.cancel_dump_traceback_later()
         while self._timers:
@@ -90,8 +92,8 @@ def exit_code(exiting: SystemExit | None) -> int:
     return exiting.code if isinstance(exiting.code, int) else 1
 
 
-def timeout_s() -> float | None:
-    """Return how long what ``main`` left behind has to end; None: for ever.
+def timeout_s() -> float:
+    """Return how long what ``main`` left behind has to end, in seconds.
 
     Raises:
         ArgumentError: the environment variable is no number of seconds.
@@ -103,27 +105,9 @@ def timeout_s() -> float | None:
         seconds = -1.0
     if not 0 <= seconds <= 10**6:
         raise ArgumentError(f"{EXIT_TIMEOUT}={text!r}: must be a number of seconds, 0: no limit")
-    return seconds or None
+    return seconds or _NO_LIMIT_S
 
 
-@contextlib.contextmanager
-def exit_deadline(exit_code: int) -> Iterator[ExitDeadline | None]:
-    """A deadline for what is done within; None: the user wants none."""
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            stream.flush()
-    limit_s = timeout_s()
-    if limit_s is None:
-        yield None
-        return
-    deadline = ExitDeadline(limit_s, exit_code)
-    try:
-        yield deadline
-    finally:
-        deadline.cancel()
-
-
-_owner: Owner | None = None  # where the interpreter's exit has a deadline
 _code_at_exit = 0
 
 
@@ -136,11 +120,10 @@ def interpreter_exit_deadline() -> Iterator[None]:
     Raises:
         ArgumentError: see :func:`timeout_s`.
     """
-    global _owner, _code_at_exit  # noqa: PLW0603 - a process ends once
+    global _code_at_exit  # noqa: PLW0603 - a process ends once
     timeout_s()
-    if _owner is None or not _owner.is_here:
-        _owner = Owner()
-        atexit.register(only_here(_begin_at_exit))
+    atexit.unregister(_begin_at_exit)
+    atexit.register(_begin_at_exit)
     _code_at_exit = 0
     try:
         yield
@@ -150,10 +133,15 @@ def interpreter_exit_deadline() -> Iterator[None]:
 
 
 def _begin_at_exit() -> None:
-    if (limit_s := timeout_s()) is None:
-        return
     # Python notes an exception here that nothing has caught.
     uncaught = getattr(sys, "last_type", None)
     code = _code_at_exit if uncaught is None else 1
-    deadline = ExitDeadline(limit_s, 130 if uncaught is KeyboardInterrupt else code)
+    deadline = ExitDeadline(130 if uncaught is KeyboardInterrupt else code)
     deadline.waits_for("an object that the script left behind")
+
+
+def _forked() -> None:
+    atexit.unregister(_begin_at_exit)
+
+
+os.register_at_fork(after_in_child=_forked)

@@ -10,6 +10,7 @@ destroyed at all.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 import traceback
@@ -21,7 +22,7 @@ import torch.distributed
 from torch import nn
 
 from distcollect.common.forks import keep_for_ever
-from distcollect.launch.exit_deadline import exit_code, exit_deadline
+from distcollect.launch.exit_deadline import ExitDeadline, exit_code
 
 T = TypeVar("T")
 
@@ -63,20 +64,16 @@ class MainCall(Generic[T]):
                 came through lose their variables.
         """
         code = exit_code(exiting)
-        with exit_deadline(code) as deadline:
-
-            def next_to_end(what: str) -> None:
-                if deadline is not None:
-                    deadline.waits_for(f"main() is done, but {what}")
-
+        with contextlib.closing(ExitDeadline(code)) as deadline:
             for group in _process_groups():
                 keep_for_ever(group)
             for name, variables in self._variables(exiting):
                 for variable in list(variables):
                     kind = type(variables[variable]).__qualname__
-                    next_to_end(f"the variable {variable!r} of {name}(), of type {kind},")
+                    what = f"the variable {variable!r} of {name}(), of type {kind},"
+                    deadline.waits_for(f"main() is done, but {what}")
                     del variables[variable]
-            next_to_end("the process group that it left")
+            deadline.waits_for("main() is done, but the process group that it left")
             # Those of other trainers may wait for this one if it has failed.
             if code == 0 and _has_group() and not self._had_group:
                 dist.destroy_process_group()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import multiprocessing
 import os
@@ -14,6 +13,7 @@ import threading
 import torch
 
 from distcollect.common.forks import Owner
+from distcollect.common.open_files import flush_output
 from distcollect.common.shared_memory import sample_for
 from distcollect.common.step_counter import StepCounter
 from distcollect.errors import LaunchError
@@ -85,7 +85,7 @@ def main(boot: WorkerBoot) -> None:
         finally:
             # The trainer is gone, and an env may hang: only this ends the process for certain. What
             # the envs left running is ended by the process that started this one.
-            _flush_output()
+            flush_output()
             os._exit(1)
 
     threading.Thread(target=listen, name="distcollect-control", daemon=True).start()
@@ -99,7 +99,7 @@ def main(boot: WorkerBoot) -> None:
     signal.signal(signal.SIGTERM, leave)
     _run(worker)
     may_exit.wait()  # listen() ends the process at the latest when the trainer is gone
-    _flush_output()
+    flush_output()
     os._exit(0)  # threads of torch may still wait for something
 
 
@@ -119,10 +119,3 @@ def _run(worker: Worker) -> None:
     finally:
         if not owner.is_here:
             os._exit(code)
-
-
-def _flush_output() -> None:
-    """Write out what was printed, if somebody still takes it."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # closed, a pipe to a program that has ended, None
-            stream.flush()
