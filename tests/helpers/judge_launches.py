@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from helpers.descendants import command_of, with_variable
 from helpers.paths import SCRIPTS
 
 SCRIPT = SCRIPTS / "judge_run.py"
@@ -99,22 +100,13 @@ class Condition:
 def _left(mark: str) -> list[str]:
     """Wait until all with this mark have ended; those that don't are killed, and returned."""
     deadline = time.monotonic() + _END_S
-    while (found := _marked(mark)) and time.monotonic() < deadline:
+    while (found := with_variable(MARK, mark)) and time.monotonic() < deadline:
         time.sleep(0.02)
+    left = [f"{pid}: {command_of(pid)}" for pid in found]
     for pid in found:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    return [f"{pid}: {command}" for pid, command in found.items()]
-
-
-def _marked(mark: str) -> dict[int, str]:
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
-                command = (folder / "cmdline").read_bytes().replace(b"\0", b" ")
-                found[int(folder.name)] = command.decode()[:200]
-    return found
+    return left
 
 
 def listening_ports(pid: int) -> list[int]:

@@ -9,6 +9,8 @@ import time
 import uuid
 from pathlib import Path
 
+from helpers.descendants import command_of, processes, with_variable
+
 from distcollect.launch import zygote
 
 SHM = "/dev/shm/"
@@ -31,26 +33,14 @@ class Marked:
 
     def pids(self) -> list[int]:
         """The ids of running processes with the mark, without this one."""
-        return [pid for pid in self._all_pids() if pid not in self._earlier]
-
-    def _all_pids(self) -> list[int]:
-        entry = "=".join(self.variable).encode()
-        found = []
-        others = {os.getpid(), zygote.pid()}
-        for folder in Path("/proc").iterdir():
-            with contextlib.suppress(OSError):
-                if (
-                    folder.name.isdigit()
-                    and int(folder.name) not in others
-                    and entry in (folder / "environ").read_bytes().split(b"\0")
-                ):
-                    found.append(int(folder.name))
-        return found
+        others = {os.getpid(), zygote.pid(), *self._earlier}
+        return [pid for pid in with_variable(*self.variable) if pid not in others]
 
     def left(self) -> list[str]:
         """What is left, as text: running processes, children not reaped, unused files."""
-        running = [f"process {pid}: {_command(pid)}" for pid in self.pids()]
-        zombies = [f"zombie {pid}" for pid in _zombies()]
+        running = [f"process {pid}: {command_of(pid)}" for pid in self.pids()]
+        own = ("Z", os.getpid())
+        zombies = [f"zombie {pid}" for pid, about in processes().items() if about == own]
         return [*running, *zombies, *(f"file {name}" for name in self._orphaned_files())]
 
     def gone(self, timeout_s: float = 10, *, but: set[int] = frozenset()) -> bool:
@@ -84,21 +74,3 @@ def _files_of(folder: Path) -> set[str]:
         links = [str(link.readlink()) for link in (folder / "fd").iterdir()]
         return {name for name in (*words, *links) if name.startswith(SHM)}
     return set()
-
-
-def _command(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()[:200]
-    except OSError:
-        return "(ended just now)"
-
-
-def _zombies() -> list[int]:
-    """Children of this process that have ended and were not reaped."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
-            if state == "Z" and int(parent) == os.getpid():
-                found.append(int(stat.parent.name))
-    return found

@@ -8,9 +8,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
+from helpers.descendants import processes, with_variable
 from helpers.marked import Marked
 from helpers.paths import SCRIPTS
 from helpers.programs import run_python
@@ -54,15 +54,9 @@ class Program:
         """The process that runs main()."""
         if "torch.distributed.run" not in self.process.args:
             return self.process.pid
-        for environ in Path("/proc").glob("[0-9]*/environ"):
-            try:
-                variables = environ.read_bytes().split(b"\0")
-                parent = (environ.parent / "stat").read_text().rpartition(")")[2].split()[1]
-            except OSError:
-                continue
-            if b"RANK=0" in variables and int(parent) == self.process.pid:
-                return int(environ.parent.name)
-        raise AssertionError("there is no rank 0")
+        known = processes()
+        ranks = with_variable("RANK", "0")
+        return next(pid for pid in ranks if known.get(pid, ("", 0))[1] == self.process.pid)
 
     def end(self) -> int:
         """Wait until nothing is left; return the exit code."""

@@ -17,6 +17,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from helpers.descendants import processes as processes_by_id
 from helpers.marked import Marked
 from helpers.waiting import eventually
 
@@ -36,14 +37,13 @@ class Reporting(gym.Wrapper[Any, Any, Any, Any]):
 
     def process(self) -> dict[str, Any]:
         """Facts about this process."""
-        guard = Path(f"/proc/{os.getppid()}/stat").read_text()
         links = []
         for fd in Path("/proc/self/fd").iterdir():
             with contextlib.suppress(OSError):  # of the folder itself, which is closed by now
                 links.append(str(fd.readlink()))
         return {
             "pid": os.getpid(),
-            "started_by": int(guard.rpartition(")")[2].split()[1]),
+            "started_by": processes_by_id()[os.getppid()][1],
             "command": Path("/proc/self/cmdline").read_bytes(),
             "folder": str(Path.cwd()),
             "path": list(sys.path),
