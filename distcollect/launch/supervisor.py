@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import signal
-import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -38,8 +38,12 @@ _REJOIN_TIMEOUT_S = 60.0
 _FAIL_DELAY_S = 3.0
 
 
-class _Terminated(BaseException):
-    """SIGTERM or SIGINT reached a supervisor."""
+class _Terminated(SystemExit):
+    """SIGTERM or SIGINT reached a supervisor; its exit code is that of shells."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(128 + number)
+        self.number = number
 
 
 class _Reporter(ProcessEvents):
@@ -85,29 +89,27 @@ def supervise(
     open_files.fill_standard_streams()
     joined_before = False
     name = name or ("this process" if rank is None else f"rank {rank}")
-    try:
-        with _signals():
-            zygote.warm_up(Inheritance.now())
-            while True:
-                hello = SupervisorHello(rank=rank)
-                give_up = joined_before and patience_s is None
+    hello = SupervisorHello(rank=rank)
+    with _signals():
+        zygote.warm_up(Inheritance.now())
+        while True:
+            give_up = joined_before and patience_s is None
+            try:
                 connection, trainer = join(
                     find, hello, timeout_s, name=name, give_up_if_refused=give_up
                 )
-                goodbye = _serve(connection, trainer, placement)
-                if goodbye is not None and not goodbye.resumes:
-                    if goodbye.failed and rank is not None:
-                        _fail("the trainer failed")
-                    return
-                log.warning("the trainer is gone, or was cut off; looking for it again")
-                joined_before = True
-                timeout_s = _REJOIN_TIMEOUT_S if patience_s is None else patience_s
-    except TrainerGone:
-        if rank is not None:
-            _fail(f"the trainer is gone (if by SIGABRT or SIGSEGV: {STRAY_CONNECTION})")
-        raise SystemExit("distcollect: the trainer is gone; this process ends") from None
-    except _Terminated as error:
-        raise SystemExit(128 + error.args[0]) from None
+            except TrainerGone:
+                if rank is not None:
+                    _fail(f"the trainer is gone (if by SIGABRT or SIGSEGV: {STRAY_CONNECTION})")
+                raise SystemExit("distcollect: the trainer is gone; this process ends") from None
+            goodbye = _serve(connection, trainer, placement)
+            if goodbye is not None and not goodbye.resumes:
+                if goodbye.failed and rank is not None:
+                    _fail("the trainer failed")
+                return
+            log.warning("the trainer is gone, or was cut off; looking for it again")
+            joined_before = True
+            timeout_s = _REJOIN_TIMEOUT_S if patience_s is None else patience_s
 
 
 @contextlib.contextmanager
@@ -147,9 +149,7 @@ def _fail(why: str) -> NoReturn:
     It waits before it ends: torchrun and SLURM name the rank that failed first as the cause, and
     on the trainer's host they end the others.
     """
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_DFL)
-    threading.Event().wait(_FAIL_DELAY_S)
+    time.sleep(_FAIL_DELAY_S)
     raise SystemExit(f"distcollect: {why}; this rank ends")
 
 
@@ -172,7 +172,7 @@ def _serve(
             elif isinstance(message, Goodbye):
                 goodbye = message
     except _Terminated as error:
-        if error.args[0] == signal.SIGTERM:
+        if error.number == signal.SIGTERM:
             # The host is about to be taken away: workers deliver what they have. They end at once
             # if the trainer is gone.
             grace_s = leave_timeout_s
