@@ -102,17 +102,8 @@ class RelaySource(WeightSource):
         return place
 
     def receive(self, target: torch.Tensor, receiver_state: dict[str, Any]) -> None:
-        memory = receiver_state["relayed"]
-        if self.on_gpu:
-            self.broadcast.receive(target, receiver_state)
-            memory.copy_(target)
-            return
-        try:
-            self.broadcast.receive(memory, receiver_state)
-        except RuntimeError:
-            receiver_state["shared"].close()  # the broadcast may go on writing to it
-            raise
-        target.copy_(memory)
+        self.broadcast.receive(target, receiver_state)
+        receiver_state["relayed"].copy_(target)
 
 
 class BroadcastUpdater(WeightUpdaterBase):

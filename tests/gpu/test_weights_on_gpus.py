@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import signal
@@ -48,20 +47,6 @@ def be_on_a_host(name: str | None = None) -> None:
 def backend(device: torch.device) -> str:
     """NCCL, or what stands in for it."""
     return "nccl" if device.type == "cuda" else nccl_stand_in.NAME
-
-
-@functools.cache
-def why_no_two_on_a_gpu() -> str:
-    """What NCCL says of two processes on one GPU, each as if on another host; "" if it works."""
-    found = figures.raw_broadcast(torch.device("cuda"), 1_000_000, one_gpu=True)
-    return str(found.get("failed", ""))
-
-
-@pytest.fixture
-def shared_gpu(device: torch.device) -> None:
-    """Skips the test if NCCL can't be had on a single GPU."""
-    if device.type == "cuda" and (reason := why_no_two_on_a_gpu()):
-        pytest.skip(f"NCCL doesn't take two processes on one GPU here: {reason[-300:]}")
 
 
 collect = partial(gpu_policies.collect, num_steps=4, init_fn=be_on_a_host)
@@ -177,7 +162,6 @@ class TestOneBackendForGpus:
             groups.broadcast(place, flat)
 
     @pytest.mark.long
-    @pytest.mark.usefixtures("shared_gpu")
     def test_it_brings_them(self, device: torch.device, backend: str) -> None:
         policy = Where(num_floats=1 << 20).to(device)
         with collect(policy, weight_updater=figures.PretendGpus(backend)) as collector:
@@ -206,7 +190,6 @@ class TestOneBackendForGpus:
                 push(collector, policy, value)
         assert f"not broadcast by {backend} any more" in caplog.text
 
-    @pytest.mark.usefixtures("shared_gpu")
     @pytest.mark.parametrize("is_connected", [False, True])
     def test_a_member_that_dies_in_mid_push(
         self, device: torch.device, backend: str, is_connected: bool

@@ -106,16 +106,21 @@ class TestUpdaters:
         assert updater.sent == [(0, 1), (1,), (1,)]
         assert [told(collector.next(), row)["wide"] for row in (0, 1)] == [1, 1]
 
+    @pytest.mark.parametrize("sync", [True, False])
     def test_who_gets_it_torn_every_time_is_left_out(
-        self, collect: Collect, tmp_path: Path
+        self, collect: Collect, tmp_path: Path, sync: bool
     ) -> None:
-        collector = collect(weight_updater=FileUpdater(tmp_path, torn=99), sync=False)
+        """In sync mode the run ends: it must not continue with its old weights."""
+        collector = collect(weight_updater=FileUpdater(tmp_path, torn=99), sync=sync)
         handle = collector.update_policy_weights_(Telling(1))
         assert handle.acknowledged == {0: 1}
         assert set(handle.left_out) == {1}
         assert "checksum" in str(handle.left_out[1])
         with pytest.raises(dc.WorkerError, match="checksum"):
             collector.update_policy_weights_(Telling(2), worker_ids=1)
+        if sync:
+            with pytest.raises(dc.WorkerError, match="checksum"):
+                collector.next(timeout_s=20)
 
     def test_more_groups_than_are_kept(
         self, collect: Collect, monkeypatch: pytest.MonkeyPatch
@@ -128,13 +133,6 @@ class TestUpdaters:
             collector.update_policy_weights_(Telling(version), worker_ids=worker_id)
             assert told(collector.next(), worker_id)["wide"] == version
             collector.update_policy_weights_(Telling(version), worker_ids=[0, 2])
-
-    def test_who_can_get_none_ends_a_sync_run(self, collect: Collect, tmp_path: Path) -> None:
-        """It must not continue with its old weights."""
-        collector = collect(weight_updater=FileUpdater(tmp_path, torn=99))
-        collector.update_policy_weights_(Telling(1))
-        with pytest.raises(dc.WorkerError, match="checksum"):
-            collector.next(timeout_s=20)
 
     def test_init_updater(self, collect: Collect, tmp_path: Path) -> None:
         updater = FileUpdater(tmp_path)

@@ -9,6 +9,7 @@ from typing import Any
 import gymnasium as gym
 import pytest
 import torch
+from gymnasium.envs.registration import EnvSpec, WrapperSpec
 
 import distcollect as dc
 
@@ -76,26 +77,14 @@ def test_envs_registered_in_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
     """By their id, and within a callable; a class and a wrapper of the main script."""
     main = _in_main(CONSTANT)
     monkeypatch.setattr(sys.modules["__main__"], "Constant", main.Constant, raising=False)
-    wrapper = gym.envs.registration.WrapperSpec("C", "__main__:Constant", {"value": 3.0})
-    monkeypatch.setitem(
-        gym.registry,
-        "mine/Late-v0",
-        gym.envs.registration.EnvSpec(
-            "mine/Late-v0",
-            entry_point=main.make_late,
-            kwargs={"value": 2.0},
-            max_episode_steps=4,
-        ),
-    )
-    monkeypatch.setitem(
-        gym.registry,
-        "Wrapped-v3",
-        gym.envs.registration.EnvSpec(
-            "Wrapped-v3",
-            entry_point="gymnasium.envs.classic_control:CartPoleEnv",
-            additional_wrappers=(wrapper,),
-        ),
-    )
+    wrapper = WrapperSpec("C", "__main__:Constant", {"value": 3.0})
+    cartpole = "gymnasium.envs.classic_control:CartPoleEnv"
+    late = {"kwargs": {"value": 2.0}, "max_episode_steps": 4}
+    for spec in (
+        EnvSpec("mine/Late-v0", main.make_late, **late),
+        EnvSpec("Wrapped-v3", cartpole, additional_wrappers=(wrapper,)),
+    ):
+        monkeypatch.setitem(gym.registry, spec.id, spec)
     with dc.RPCDataCollector(
         ["mine/Late-v0", lambda: gym.make("Wrapped-v3")], frames_per_batch=16, sync=True
     ) as collector:
