@@ -385,23 +385,32 @@ def test_a_parametrized_policy_of_a_factory() -> None:
 
 
 def test_models_beside_a_function() -> None:
-    """A function that uses one of the ``models``: their weights are published under their names."""
-    module = policies.Assigning()
+    """Policy and env maker use one of the ``models``: its weights are published under its name."""
+    module, other = policies.Assigning(), nn.Linear(1, 1)
+
+    class Rewarding(PayingEnv):
+        def step(self, action: Any) -> Any:
+            observation, _, *ends = super().step(action)
+            return observation, module.gain.item(), *ends
+
     with dc.MultiSyncDataCollector(
-        PayingEnv,
+        Rewarding,
         policies.closure(module),
-        models={"net": module},
+        models={"net": module, "other": other},
         num_workers=1,
         frames_per_batch=8,
     ) as collector:
         expected = Expected(module)
         for seed in range(3):
-            source = None if seed == 1 else {"net": fill(policies.Assigning(), seed)}
+            new = {"net": fill(policies.Assigning(), seed), "other": other}
             fill(module, seed)
-            collector.update_policy_weights_(source)
+            collector.update_policy_weights_(None if seed == 1 else new)
             expected.pushed(seed + 1, module.state_dict())
             for batch in rollouts(collector.next()):
                 expected.check(batch)
+                assert (batch["next", "reward"] == module.gain.item()).all()
+        with pytest.raises(dc.WeightsError, match=r"missing key 'other\.weight'"):
+            collector.update_policy_weights_({"net": module})
 
 
 IMPORTED = """

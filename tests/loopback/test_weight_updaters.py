@@ -42,10 +42,6 @@ class FileUpdater(dc.WeightUpdaterBase):
         self.folder = folder
         self.torn = torn
         self.sent: list[tuple[int, ...]] = []
-        self.arguments: Any = None
-
-    def init(self, *args: Any, **kwargs: Any) -> None:
-        self.arguments = args, kwargs
 
     def sources(
         self, payload: torch.Tensor, peers: Mapping[int, int]
@@ -71,21 +67,6 @@ class TestUpdaters:
             for row in (0, 1):
                 if selected in (None, row):
                     assert told(batch, row) == dict.fromkeys(NAMES, float(version))
-
-    def test_a_server_s_weights_are_loaded_into_the_policy_first(self, collect: Collect) -> None:
-        class Served(dc.RPCUpdater):
-            def _get_server_weights(self) -> Any:
-                return Telling(7)
-
-        policy = Telling(1)
-        collector = collect(policy, weight_updater=Served)
-        collector.update_policy_weights_()
-        assert told(collector.next(), 0)["wide"] == 7
-        assert all((parameter == 7).all() for parameter in policy.parameters())
-        # The given weights are sent; the trainer's own stay as they are.
-        collector.update_policy_weights_(Telling(3))
-        assert told(collector.next(), 0)["wide"] == 3
-        assert all((parameter == 7).all() for parameter in policy.parameters())
 
     def test_workers_by_their_policy_s_device(self, collect: Collect) -> None:
         collector = collect()
@@ -134,11 +115,7 @@ class TestUpdaters:
             assert told(collector.next(), worker_id)["wide"] == version
             collector.update_policy_weights_(Telling(version), worker_ids=[0, 2])
 
-    def test_init_updater(self, collect: Collect, tmp_path: Path) -> None:
-        updater = FileUpdater(tmp_path)
-        collector = collect(weight_updater=updater)
-        collector.init_updater(1, two=3)
-        assert updater.arguments == ((1,), {"two": 3})
+    def test_without_workers_there_is_none(self) -> None:
         with dc.SyncDataCollector(ProcessIdEnv, Telling(), frames_per_batch=2) as alone:
             alone.init_updater(1, two=3)
             with pytest.raises(TypeError, match="no weight updater"):
