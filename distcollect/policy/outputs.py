@@ -173,8 +173,11 @@ class OutputReader:
             self._column(key if len(key) > 1 else key[0], leaf)
             for key, leaf in zip(keys, self._state_leaves, strict=True)
         ]
-        if missing := _missing(state, written):
-            raise missing
+        if missing := [c.leaf.key for c in state if written.get(c.name, None) is None]:
+            raise PolicyError(
+                f"the policy returned no {_dotted(missing)}: it must return its whole state each "
+                'time, under the same names; a TensorDict policy writes it under "next"'
+            )
         known = {*keys} | (taken if is_td else set())
         extras = []
         for name in _names(written):
@@ -205,9 +208,8 @@ class OutputReader:
         )
 
     def _changed(self, written: Mapping[Any, Any]) -> PolicyError:
-        before = [leaf.key for leaf in self.extras]
-        state = (self._columns or [])[self._num_extras :]
-        return _missing(state, written) or PolicyError(
+        before = [column.leaf.key for column in self._columns or ()]
+        return PolicyError(
             f"the policy wrote {_dotted(map(_key, _names(written))) or 'nothing'} beside the "
             f"action, but {_dotted(before) or 'nothing'} the first time: these must not change"
         )
@@ -234,17 +236,6 @@ class OutputReader:
             f"{dtype_name(got.dtype)}, but {needs}shape {list(shape)} and dtype "
             f"{dtype_name(leaf.dtype)}{end}"
         )
-
-
-def _missing(state: Sequence[_Column], written: Mapping[Any, Any]) -> PolicyError | None:
-    """Return the error for a part of the state that is not there, if any."""
-    missing = [column.leaf.key for column in state if written.get(column.name, None) is None]
-    if not missing:
-        return None
-    return PolicyError(
-        f"the policy returned no {_dotted(missing)}: it must return its whole state each "
-        'time, under the same names; a TensorDict policy writes it under "next"'
-    )
 
 
 def _names(written: Mapping[Any, Any]) -> Iterable[Any]:

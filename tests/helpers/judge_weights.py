@@ -70,17 +70,6 @@ class Shown(nn.Module):
         """Compute something, and perhaps change buffers."""
 
 
-class InPlace(Shown):
-    """Counts its calls in a buffer, in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(3))
-
-    def compute(self, observation: torch.Tensor) -> None:
-        self.calls += 1
-
-
 class Assigning(Shown):
     """Counts its calls in buffers that it assigns anew; one of them is that of a submodule."""
 
@@ -182,7 +171,7 @@ class All(Shown):
             part.compute(observation)
 
 
-KINDS = [InPlace, Assigning, Tied, Parametrized, Normalising, Lazy, Clipping, OfTensorDict]
+KINDS = [Assigning, Tied, Parametrized, Normalising, Lazy, Clipping, OfTensorDict]
 
 
 def fill(module: nn.Module, seed: int, names: tuple[str, ...] = ("",)) -> nn.Module:

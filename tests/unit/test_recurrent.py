@@ -244,18 +244,16 @@ def gru_policy() -> TensorDictSequential:
 
 
 @pytest.mark.parametrize("policy", [lstm_policy, gru_policy])
-@pytest.mark.parametrize("distributed", [False, True])
 def test_a_torchrl_module_reproduces_what_it_gave(
-    policy: Callable[[], TensorDictSequential], distributed: bool
+    policy: Callable[[], TensorDictSequential],
 ) -> None:
     """In recurrent mode over whole rollouts, across ends of episodes, from any state."""
     modules = pytest.importorskip("torchrl.modules")
     module = policy()
     settings: dict[str, Any] = {"frames_per_batch": 4 * 40, "envs_per_worker": 4}
-    make = dc.SyncDataCollector
-    if distributed:
-        make, settings = loopback_collector, {**settings, "num_workers": 1, "sync": True}
-    with make("CartPole-v1", module, **settings) as collector:
+    with loopback_collector(
+        "CartPole-v1", module, num_workers=1, sync=True, **settings
+    ) as collector:
         collector.set_seed(1)
         batches = [collector.next(timeout_s=60) for _ in range(3)]
     for batch in batches:
