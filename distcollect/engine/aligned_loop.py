@@ -18,9 +18,23 @@ from distcollect.rollout.spaces import Arrays
 class AlignedLoop(RolloutLoop):
     """Fills rollouts of envs whose rows can be reset at any time, so all rows stay aligned."""
 
-    def fill(  # noqa: C901, PLR0912, PLR0915 - calls would cost more than what they do
-        self, slab: Slab, policy: Policy, *, fresh: bool
-    ) -> None:
+    def fill(self, slab: Slab, policy: Policy, *, fresh: bool) -> None:
+        num_made = self._make_steps(slab, policy, slab.num_steps)
+        if num_made < slab.num_steps:
+            slab.pad(np.full(self.envs.num_envs, num_made), self.current)
+            return
+        for key, array in slab.tail.items():
+            array[:] = self.current[key]
+
+    def _make_steps(  # noqa: C901, PLR0912, PLR0915 - calls would cost more than what they do
+        self, slab: Slab, policy: Policy, num_steps: int
+    ) -> int:
+        """Write steps to the beginning of a slab.
+
+        Returns:
+            How many; fewer than ``num_steps`` if the rollout ends here, or an env raised and
+            :meth:`_recover` says so.
+        """
         envs, weights, interrupts = self.envs, self.weights, self.interrupts
         current, lengths = self.current, self.trajectories.lengths
         longest, swaps = self.options.max_frames_per_traj, self.options.swap_within_rollouts
@@ -39,11 +53,10 @@ class AlignedLoop(RolloutLoop):
         step_timer, due, begin, middle = self.step_timer, self.step_timer.due, 0, 0
         action: Arrays = {}
         cut = None
-        for step in range(slab.num_steps):
+        for step in range(num_steps):
             if interrupts.pending or (weights.pending and swaps):
                 if self.between_steps():
-                    slab.pad(np.full(num_envs, step), current)
-                    return
+                    return step
                 slab.policy_version[:, step:] = weights.version
             timed = step >= due
             # Before the policy is called, as it may change its input in place.
@@ -68,23 +81,24 @@ class AlignedLoop(RolloutLoop):
             try:
                 result = envs.step(action, cut)
             except Faulted as faulted:
-                self._recover(slab, step, policy, faulted)
+                if not self._recover(slab, step, policy, faulted):
+                    return step
                 stepped = cells[STEPPED]
                 continue
             if timed:
                 step_timer.timed(begin, middle, clock_ns(), step_timer.stride)
                 due = step_timer.due = step + step_timer.stride
-            stepped += num_envs
+            reward, _, _, ended, real = result
+            stepped += num_envs if real is None else int(np.count_nonzero(real))
             cells[STEPPED] = stepped
-            rewards[step] = result.reward
+            rewards[step] = reward
             for column, array in outcomes:
                 column[step] = array
-            if result.ended:
+            if ended or real is not None:
                 if recovery.streaks:
-                    recovery.episodes_ended(result.ended)
+                    recovery.episodes_ended(ended)
                 self._end_trajectories(slab, step, result)
-        for key, array in slab.tail.items():
-            array[:] = current[key]
+        return num_steps
 
     def _end_trajectories(self, slab: Slab, step: int, result: Step) -> None:
         rows, trajectories = result.ended, self.trajectories
@@ -102,11 +116,18 @@ class AlignedLoop(RolloutLoop):
             slab.add_finals(at, step, {key: array[at] for key, array in self.final.items()})
             slab.traj_ids[at, step + 1 :] = trajectories.new_ids(at)[:, None]
             trajectories.lengths[at] = 0
-        trajectories.reset_policy_state(rows)
+        # A filler step does not belong to the episode that follows it.
+        fillers = [] if result.real is None else np.flatnonzero(~result.real).tolist()
+        trajectories.reset_policy_state([*rows, *fillers])
         self.envs.finish_resets()
 
-    def _recover(self, slab: Slab, step: int, policy: Policy, faulted: Faulted) -> None:
-        """Replace the envs that raised, until every row has made its transition of this step."""
+    def _recover(self, slab: Slab, step: int, policy: Policy, faulted: Faulted) -> bool:
+        """Replace the envs that raised, until every row has made its transition of this step.
+
+        Returns:
+            True if every row has made it; False: no row has, and the caller of :meth:`_make_steps`
+            replaces the envs.
+        """
         result, longest = faulted.result, self.options.max_frames_per_traj
         rows: Sequence[int] = range(self.envs.num_envs)
         while True:
@@ -134,6 +155,7 @@ class AlignedLoop(RolloutLoop):
         for key, column in slab.outcomes.items():
             column[:, step] = self.envs.outcomes[key]
         self._end_trajectories(slab, step, result)
+        return True
 
     def _begin_trajectories(self, slab: Slab, step: int, rows: Sequence[int]) -> None:
         """End the trajectories of ``rows`` before this step, and begin new ones with it."""

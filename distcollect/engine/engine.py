@@ -81,8 +81,15 @@ class Engine(EngineBase):
         self._random_policy = RandomPolicy(envs.action_space, envs.num_ready, state)
         self._seeds: Sequence[int] | None = None  # of the next reset
         self._warned_of_rewards = False
-        self._reset_envs_first()
-        self._try_policy()
+        try:
+            envs.reset()
+        except Faulted as faulted:
+            raise faulted.faults[0].error from faulted.__cause__
+        first = {key: array.copy() for key, array in envs.obs.items()}
+        self._policy.try_out()
+        # It may have changed its input in place.
+        for key, array in envs.obs.items():
+            array[:] = first[key]
         self.layout = _layout(envs, self._policy)
         # The policy's state has a row for each of the n envs, unless only some get an action.
         of_rows = state if envs.num_ready == envs.num_envs else None
@@ -101,19 +108,6 @@ class Engine(EngineBase):
 
     def use_traj_ids(self, traj_ids: Iterator[int]) -> None:
         self._trajectories.use_ids(traj_ids)
-
-    def _reset_envs_first(self) -> None:
-        try:
-            self.envs.reset()
-        except Faulted as faulted:
-            raise faulted.faults[0].error from faulted.__cause__
-
-    def _try_policy(self) -> None:
-        first = {key: array.copy() for key, array in self.envs.obs.items()}
-        self._policy.try_out()
-        # It may have changed its input in place.
-        for key, array in self.envs.obs.items():
-            array[:] = first[key]
 
     def _abandon(self) -> None:
         self._loop.drop_waiting()

@@ -4,58 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from distcollect.rollout.layout import FAULTED, POLICY_VERSION, TRAJ_IDS, Layout
+from distcollect.rollout.layout import FAULTED, TRAJ_IDS, Layout
 from distcollect.rollout.slab import Slab
 from distcollect.rollout.spaces import Arrays
-
-
-class StepChunk:
-    """Steps of n rows as they are made, fillers among them: at most T.
-
-    Attributes:
-        frames: ``{key: [T, n, *shape]}`` of all leaves; the next five are parts of it.
-        reward: float32.
-        terminated: bool; written only where a trajectory ends, as ``truncated`` is.
-        truncated: bool.
-        traj_ids: int64.
-        policy_version: int64.
-        real: bool ``[T, n]``, False where a step is a filler.
-        num_steps: how many steps there are.
-        finals: the state leaves after frames that end a trajectory: their step, their rows, and
-            ``[number of rows, *shape]`` of each leaf.
-    """
-
-    def __init__(self, layout: Layout, num_steps: int) -> None:
-        """Allocate room for ``num_steps`` steps."""
-        self.frames: Arrays = {
-            leaf.key: leaf.zeros(num_steps, layout.num_envs) for leaf in layout.per_frame
-        }
-        self.reward = self.frames["reward",]
-        self.terminated = self.frames["terminated",]
-        self.truncated = self.frames["truncated",]
-        self.traj_ids = self.frames[TRAJ_IDS]
-        self.policy_version = self.frames[POLICY_VERSION]
-        self.real = np.ones((num_steps, layout.num_envs), bool)
-        self.num_steps = 0
-        self.finals: list[tuple[int, np.ndarray, Arrays]] = []
-        self._state = [leaf.key for leaf in layout.state]
-
-    def begin(self, policy_version: int) -> None:
-        """Begin with the first step; frames have this version until another one is written."""
-        self.num_steps = 0
-        self.finals.clear()
-        self.real.fill(True)
-        self.terminated.fill(False)
-        self.truncated.fill(False)
-        self.policy_version.fill(policy_version)
-
-    def add_finals(self, rows: np.ndarray, step: int, final: Arrays) -> None:
-        """Keep the state leaves after the last frames of the episodes that ended in ``rows``."""
-        self.finals.append((step, rows, {key: array[rows] for key, array in final.items()}))
-
-    def starts_of_next(self) -> Arrays:
-        """``[n, *shape]`` of the state leaves as they were before the step after the last."""
-        return {key: self.frames[key][self.num_steps] for key in self._state}
 
 
 class RaggedBuffer:
@@ -86,11 +37,9 @@ class RaggedBuffer:
                 frames[:, 0] = before.frames[key][:, 0]
         self._rows = np.arange(layout.num_envs)
         self._state = [leaf.key for leaf in layout.state]
-        # The state leaves after frames that end a trajectory: the frames' rows and columns.
+        # The state leaves after frames that end a trajectory, or whose successor was dropped: the
+        # frames' rows and columns.
         self._finals: list[tuple[np.ndarray, np.ndarray, Arrays]] = []
-        # The state leaves after a frame whose successor was dropped, by the row and the column that
-        # the successor would have had.
-        self._cut_off: dict[tuple[int, int], Arrays] = {}
 
     def starts(self, rows: np.ndarray) -> Arrays:
         """Return the state leaves of the next frames of ``rows``."""
@@ -108,14 +57,20 @@ class RaggedBuffer:
 
     def drop(self) -> int:
         """Drop the finished frames, and return how many there were."""
-        self._cut_off.clear()
         return self._drop(np.flatnonzero(self.position), 0)
 
     def drop_surplus(self, row: int) -> int:
         """Drop the finished frames of a row beyond T, and return how many there were."""
-        at = row, self.num_steps
-        self._cut_off.setdefault(at, {key: self.frames[key][at].copy() for key in self._state})
+        following = row, self.num_steps
+        self._cut_off(*following, {key: self.frames[key][following] for key in self._state})
         return self._drop(np.array([row]), self.num_steps)
+
+    def _cut_off(self, row: int, column: int, after: Arrays) -> None:
+        """Keep the state leaves ``[*shape]`` of a dropped frame, as those after the one before."""
+        last = column - 1
+        if not any(((rows == row) & (at == last)).any() for rows, at, _ in self._finals):
+            kept = {key: array[None].copy() for key, array in after.items()}
+            self.add_finals(np.array([row]), np.array([last]), kept)
 
     def _drop(self, rows: np.ndarray, column: int) -> int:
         """Drop the finished frames of ``rows`` from ``column`` on."""
@@ -128,39 +83,36 @@ class RaggedBuffer:
         self.position[rows] = column
         return int((columns - column).sum())
 
-    def take(self, chunk: StepChunk, after: Arrays) -> tuple[np.ndarray, int]:
-        """Append the frames of a chunk.
+    def take(self, chunk: Slab, real: np.ndarray, after: Arrays) -> tuple[np.ndarray, int]:
+        """Append the first steps of a chunk.
 
         Args:
-            chunk: the steps.
+            chunk: the steps, fillers among them.
+            real: bool ``[n, number of steps]``, False where a step is a filler.
             after: ``[n, *shape]`` of the state leaves after the last step.
 
         Returns:
             The rows that had no room for all of their frames, and the number of frames without
             room.
         """
-        num_steps, room = chunk.num_steps, 2 * self.num_steps
-        if not num_steps:
-            return np.zeros(0, np.int64), 0
-        real = chunk.real[:num_steps]
-        # [steps, n]: the column of each frame; fillers have that of the frame after them.
-        columns = self.position + real.cumsum(0) - real
+        room = 2 * self.num_steps
+        # [n, steps]: the column of each frame; fillers have that of the frame after them.
+        columns = self.position[:, None] + real.cumsum(1) - real
         fits = real & (columns < room)
-        steps, rows = fits.nonzero()
-        at = columns[steps, rows]
+        rows, steps = fits.nonzero()
+        at = columns[rows, steps]
         for key, frames in self.frames.items():
-            frames[rows, at] = chunk.frames[key][steps, rows]
-        for step, of_rows, final in chunk.finals:
-            kept = columns[step, of_rows] < room
-            at = columns[step, of_rows[kept]]
-            self.add_finals(of_rows[kept], at, {key: array[kept] for key, array in final.items()})
+            frames[rows, at] = chunk.frames[key][rows, steps]
+        rows, steps, final = chunk.finals()
+        at = columns[rows, steps]
+        kept = at < room
+        self.add_finals(rows[kept], at[kept], {key: x[kept] for key, x in final.items()})
         without_room = real & ~fits
-        overflow: np.ndarray = without_room.any(0).nonzero()[0]
+        overflow: np.ndarray = without_room.any(1).nonzero()[0]
         for row in overflow.tolist():
-            first = int(without_room[:, row].argmax())
-            after_row = {key: chunk.frames[key][first, row].copy() for key in self._state}
-            self._cut_off.setdefault((row, room), after_row)
-        self.position += fits.sum(0)
+            first = int(without_room[row].argmax())
+            self._cut_off(row, room, {key: chunk.frames[key][row, first] for key in self._state})
+        self.position += fits.sum(1)
         for key in self._state:
             self.frames[key][self._rows, self.position] = after[key]
         return overflow, int(without_room.sum())
@@ -181,15 +133,8 @@ class RaggedBuffer:
         """Move the first T frames of each row to ``slab``; where a row has fewer, add padding."""
         steps, rows = self.num_steps, self._rows
         lengths = np.minimum(self.position, steps)
-        cut_off, self._cut_off = self._cut_off, {}
         for key, tail in slab.tail.items():
             tail[:] = self.frames[key][rows, lengths]
-        for (row, column), after in cut_off.items():
-            if column > steps:
-                self._cut_off[row, column - steps] = after
-                continue
-            for key, tail in slab.tail.items():
-                tail[row] = after[key]
         finals, self._finals = self._finals, []
         for of_rows, columns, final in finals:
             now = columns < steps

@@ -1,4 +1,4 @@
-"""What the two loops that fill rollouts have in common, and the trajectories they write."""
+"""What the loops that fill rollouts have in common, and the trajectories they write."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 from gymnasium.spaces import Box
 
 from distcollect.engine.base import EngineBase
+from distcollect.engine.ragged_buffer import RaggedBuffer
 from distcollect.envs.base import EnvBatch
 from distcollect.errors import ArgumentError
 from distcollect.policy.base import Policy
@@ -46,8 +47,7 @@ class Trajectories:
     def use_ids(self, new_ids: Iterator[int]) -> None:
         """Take ids from ``new_ids`` from now on, for the trajectories under way as well."""
         self._new_ids = new_ids
-        for row in range(len(self.ids)):
-            self.new_id(row)
+        self.new_ids(np.arange(len(self.ids)))
 
     def new_id(self, row: int) -> int:
         """Give the row's trajectory the next id, and return it."""
@@ -89,9 +89,7 @@ class Trajectories:
 
     def begin_all(self) -> None:
         """Begin an episode, and thus a trajectory, in every row."""
-        self.lengths.fill(0)
-        for row in range(len(self.ids)):
-            self.new_id(row)
+        self.begin(np.arange(len(self.ids)))
         self.reset_policy_state(range(len(self.ids)))
 
     def reset_policy_state(self, rows: Sequence[int]) -> None:
@@ -113,6 +111,9 @@ class RolloutLoop(ABC):
             The arrays belong to the envs and the policy, which rewrite them in place.
         final: the same after the last frame of an episode; valid for rows that just ended.
     """
+
+    # The frames that wait for the next rollout, of loops whose rows are not at the same step.
+    _buffer: RaggedBuffer | None = None
 
     def __init__(
         self, engine: EngineBase, policy_state: PolicyState | None, trajectories: Trajectories
@@ -147,14 +148,26 @@ class RolloutLoop(ABC):
     @property
     def num_waiting(self) -> int:
         """Number of frames that wait for the next rollout."""
-        return 0
+        return 0 if self._buffer is None else int(self._buffer.position.sum())
 
     def drop_waiting(self) -> int:
         """Drop the frames that wait for the next rollout, and return their number.
 
         All envs are reset before the next one.
         """
-        return 0
+        return 0 if self._buffer is None else self._buffer.drop()
+
+    def _buffer_for(self, num_steps: int, *, fresh: bool) -> RaggedBuffer:
+        """Return the buffer for a rollout of ``num_steps`` steps; see :meth:`fill`."""
+        buffer = self._buffer
+        is_other = buffer is None or buffer.num_steps != num_steps
+        if buffer is not None and (fresh or is_other):
+            # A trajectory can't span the gap that dropped frames leave.
+            self.trajectories.cut_before(*buffer.last_ids())
+            self.counter.lose("row_skew", buffer.drop())
+        if buffer is None or is_other:
+            buffer = self._buffer = RaggedBuffer(self.layout, num_steps, buffer)
+        return buffer
 
     def clip(self, action: Arrays) -> None:
         """Clip ``action`` to the bounds of its space, if the options ask for that."""

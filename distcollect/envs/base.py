@@ -37,6 +37,13 @@ KeyPath: TypeAlias = tuple[str | int, ...]
 # The entry of a step's info whose content goes only under "next" in a batch.
 OUTCOMES = "outcomes"
 
+# What is said of a part that does not fit.
+_MISFIT_OF_OBSERVATION = "{name!r} {misfit}, its observation space says {expected}"
+MISFIT_OF_INFO = (
+    "the info entry {name!r} {misfit}, expected {expected} (if it may be like that, declare its "
+    "space in info_keys)"
+)
+
 # One array operation is faster than a loop over at least this many rows.
 MANY_ROWS = 5
 
@@ -450,8 +457,10 @@ class EnvBatch(Envs):
                 ) from err
         return value
 
-    def _write(self, array: np.ndarray, part: Any, leaf: Leaf) -> None:
-        """Write a part of an observation into ``array``.
+    def _write(
+        self, array: np.ndarray, part: Any, leaf: Leaf, message: str = _MISFIT_OF_OBSERVATION
+    ) -> None:
+        """Write a part of an observation, or of what ``message`` is about, into ``array``.
 
         Raises:
             MisfitError: ``array`` has another shape, or can't hold its numbers.
@@ -459,19 +468,10 @@ class EnvBatch(Envs):
         try:
             write(array, part)
         except MisfitError as misfit:
+            expected = f"{list(array.shape)} and {array.dtype}"
+            name = ".".join(leaf.key)
             raise MisfitError(
-                f"{'.'.join(leaf.key)!r} {misfit}, its observation space says {list(array.shape)} "
-                f"and {array.dtype}"
-            ) from misfit
-
-    def _write_info(self, array: np.ndarray, part: Any, leaf: Leaf) -> None:
-        """Write an entry of ``info`` into ``array``; see :meth:`_write`."""
-        try:
-            write(array, part)
-        except MisfitError as misfit:
-            raise MisfitError(
-                f"the info entry {'.'.join(leaf.key)!r} {misfit}, expected {list(array.shape)} and "
-                f"{array.dtype} (if it may be like that, declare its space in info_keys)"
+                message.format(name=name, misfit=misfit, expected=expected)
             ) from misfit
 
     def _as_env_error(self, error: Exception, call: str, row: int = 0) -> EnvError:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from gymnasium import spaces
 
 from distcollect.envs.base import (
+    MISFIT_OF_INFO,
     OUTCOMES,
     Env,
     EnvBatch,
@@ -24,7 +25,13 @@ from distcollect.envs.info import space_of_info
 from distcollect.errors import EnvError, SpaceError
 from distcollect.rollout.spaces import Arrays, Entries, leaves_of, unflatten
 
+V = TypeVar("V")
+
 _FALSE = np.False_
+# What is said of a result that can't be used.
+_A_REWARD = "the reward, which must be one number"
+_TERMINATED = "'terminated', which must be True or False"
+_TRUNCATED = "'truncated', which must be True or False"
 
 
 class SingleEnvBatch(EnvBatch):
@@ -122,15 +129,15 @@ class SingleEnvBatch(EnvBatch):
                     try:
                         reward_cells[row] = reward
                     except (TypeError, ValueError, DeprecationWarning):  # NumPy 1.25 to 2.3 warns
-                        reward_cells[row] = _reward(reward)
+                        reward_cells[row] = _converted(number, reward, _A_REWARD)
                     if reads_info:
                         self._put_info(row, info)
                         self._put_outcomes(row, info)
                     if (term is not False and term is not _FALSE) or (
                         trunc is not False and trunc is not _FALSE
                     ):
-                        is_terminated = _flag(term, "terminated")
-                        is_truncated = _flag(trunc, "truncated")
+                        is_terminated = _converted(flag, term, _TERMINATED)
+                        is_truncated = _converted(flag, trunc, _TRUNCATED)
                         if is_terminated or is_truncated:
                             terminated[row] = is_terminated
                             truncated[row] = is_truncated
@@ -202,7 +209,7 @@ class SingleEnvBatch(EnvBatch):
             if part is None:
                 self.obs[leaf.key][row] = self._missing[leaf.key]
             else:
-                self._write_info(self.obs[leaf.key][row, ...], part, leaf)
+                self._write(self.obs[leaf.key][row, ...], part, leaf, MISFIT_OF_INFO)
 
     def _put_outcomes(self, row: int, info: Mapping[str, Any]) -> None:
         for leaf, path in self._outcome_paths:
@@ -235,15 +242,9 @@ class SingleEnvBatch(EnvBatch):
         return f"env {row} ({name_of(self.members[row])})"
 
 
-def _reward(value: Any) -> float:
+def _converted(convert: Callable[[Any], V], value: Any, role: str) -> V:
+    """Convert a value; the MisfitError if it can't be says that it was returned as ``role``."""
     try:
-        return number(value)
+        return convert(value)
     except MisfitError as misfit:
-        raise MisfitError(f"{misfit} as the reward, which must be one number") from misfit
-
-
-def _flag(value: Any, name: str) -> bool:
-    try:
-        return flag(value)
-    except MisfitError as misfit:
-        raise MisfitError(f"{misfit} as {name!r}, which must be True or False") from misfit
+        raise MisfitError(f"{misfit} as {role}") from misfit

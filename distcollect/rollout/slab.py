@@ -177,6 +177,15 @@ class Slab(RolloutMemory):
             kept.append(final[key])
         self._final_at += (rows * self.num_steps + steps).tolist()
 
+    def finals(self) -> tuple[np.ndarray, np.ndarray, Arrays]:
+        """Return rows and steps, int64 ``[k]``, and the state leaves after them that were kept."""
+        rows, steps = np.divmod(np.array(self._final_at, np.int64), self.num_steps)
+        leaves = self.layout.state
+        final = {
+            each.key: np.concatenate([each.zeros(0), *self._final[each.key]]) for each in leaves
+        }
+        return rows, steps, final
+
     def pad(self, lengths: np.ndarray, after: Arrays) -> None:
         """Turn all frames after the first ``lengths`` of each row into padding.
 

@@ -99,34 +99,28 @@ def leaves_of(space: gym.Space[Any], role: str) -> tuple[Leaf, ...]:
                     f"the observation space has an entry {name!r}, a name that batches need for "
                     f"themselves; rename it in a wrapper (reserved: {', '.join(sorted(RESERVED))})"
                 )
-    return tuple(_walk(space, () if top_level else (role,), role))
+    start = () if top_level else (role,)
+    return tuple(_leaf((*start, *map(str, path)), part, role) for path, part in leaf_spaces(space))
 
 
-def _walk(space: gym.Space[Any], key: Key, role: str) -> Iterator[Leaf]:
+def _leaf(key: Key, space: gym.Space[Any], role: str) -> Leaf:
+    where = ".".join(key) or role
     match space:
-        case spaces.Dict():
-            for name, part in space.items():
-                yield from _walk(part, (*key, str(name)), role)
-        case spaces.Tuple():
-            for index, part in enumerate(space):
-                yield from _walk(part, (*key, str(index)), role)
         case spaces.Discrete():
-            yield Leaf(key, (), torch.int64)
+            return Leaf(key, (), torch.int64)
         case gym.Space(shape=tuple(shape), dtype=np.dtype() as dtype):
             try:
-                yield Leaf(key, shape, torch_dtype(dtype))
+                return Leaf(key, shape, torch_dtype(dtype))
             except TypeError as err:
                 raise SpaceError(
-                    f"{'.'.join(key)}: torch has no dtype {dtype}, so no batch can carry it; "
-                    "convert it in a wrapper"
+                    f"{where}: torch has no dtype {dtype}, so no batch can carry it; convert it in "
+                    "a wrapper"
                 ) from err
-        case _:
-            where = ".".join(key) or role
-            raise SpaceError(
-                f"{where}: a {type(space).__name__} space has no fixed shape and dtype, so no "
-                "batch can carry it; turn it into Box, Discrete, MultiDiscrete, MultiBinary, "
-                "Dict or Tuple in a wrapper"
-            )
+    raise SpaceError(
+        f"{where}: a {type(space).__name__} space has no fixed shape and dtype, so no batch can "
+        "carry it; turn it into Box, Discrete, MultiDiscrete, MultiBinary, Dict or Tuple in a "
+        "wrapper"
+    )
 
 
 def leaf_spaces(

@@ -8,8 +8,7 @@ from distcollect.common.clock import clock_ns
 from distcollect.common.step_counter import STEPPED
 from distcollect.engine.base import EngineBase
 from distcollect.engine.ragged_buffer import RaggedBuffer
-from distcollect.engine.ragged_loop import BufferedLoop
-from distcollect.engine.rollout_loop import Trajectories
+from distcollect.engine.rollout_loop import RolloutLoop, Trajectories
 from distcollect.envs.base import Faulted
 from distcollect.integrations.envpool.async_batch import AsyncPoolBatch, Received
 from distcollect.policy.base import Policy
@@ -19,7 +18,7 @@ from distcollect.rollout.slab import Slab
 from distcollect.rollout.spaces import Arrays
 
 
-class AsyncLoop(BufferedLoop):
+class AsyncLoop(RolloutLoop):
     """Fills rollouts of an env whose rows are stepped independently of each other.
 
     The policy chooses the actions of the rows whose results came, and these rows go to work at
