@@ -28,7 +28,8 @@ from distcollect.common import checks, signals
 from distcollect.common.forks import Owner
 from distcollect.common.seeding import Stream, env_seed, process_seeds
 from distcollect.engine.base import EngineBase
-from distcollect.engine.build import build_engine, build_engine_for, build_evaluator
+from distcollect.engine.build import build_engine, build_engine_for
+from distcollect.engine.evaluator import Evaluator
 from distcollect.engine.interrupts import Stopped
 from distcollect.errors import ArgumentError, ArgumentTypeError, CollectorStateError
 from distcollect.launch.cpu_placement import num_cores
@@ -80,12 +81,11 @@ class InProcess(Backend):
         self._plan = options.plan(traces=traces).with_policy_made()
         self._traj_ids = identity().own_traj_ids()
         worker_id = options.worker_id
-        self._evaluator = build_evaluator(self._plan, worker_id=worker_id, shared=True)
+        build = partial(build_engine, worker_id=worker_id, shared=True)
+        self._evaluator = Evaluator(self._plan, build)
         with contextlib.ExitStack() as if_it_fails:
             if_it_fails.callback(identity().free_traj_ids, self._traj_ids)
-            self.engine = build_engine(
-                self._plan, traj_ids=self._traj_ids, worker_id=worker_id, shared=True
-            )
+            self.engine = build(self._plan, traj_ids=self._traj_ids)
             if_it_fails.callback(self.engine.close)
             self._use_layout(self.engine.layout)
             if_it_fails.pop_all()
@@ -236,7 +236,8 @@ class InProcess(Backend):
             own, engine.weights.layout, patience=PATIENCE_IN_BACKGROUND
         )
         before = self._evaluator
-        self._evaluator = build_evaluator(plan, worker_id=self._options.worker_id)
+        build = partial(build_engine, worker_id=self._options.worker_id)
+        self._evaluator = Evaluator(plan, build)
         self.engine, self._background = engine, background
         self._give_up("given_up")  # the new engine resets the envs
         if self._unclosed:

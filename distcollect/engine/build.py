@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from distcollect.common.step_counter import StepCounter
 from distcollect.engine.base import EngineBase
 from distcollect.engine.engine import Engine
-from distcollect.engine.evaluator import Evaluator
 from distcollect.engine.plan import WorkerPlan
 from distcollect.envs.base import Envs
 from distcollect.envs.make import EnvContext, make_envs
 from distcollect.errors import ArgumentError, EnvError
 from distcollect.integrations import load
-from distcollect.policy.base import Exploration
 from distcollect.rollout.layout import Layout
 from distcollect.rollout.spaces import Key
 
@@ -101,30 +97,3 @@ def _check_metrics(metrics: Mapping[str, Key], layout: Layout) -> None:
                 f"Monitor(metrics={{{name!r}: {key}}}): frames have no such entry with one number. "
                 f"They have {', '.join(map(str, sorted(known)))}. info_keys adds entries of info"
             )
-
-
-def build_evaluator(
-    plan: WorkerPlan,
-    *,
-    worker_id: int = 0,
-    incarnation: int = 0,
-    shared: bool = False,
-    counter: StepCounter | None = None,
-) -> Evaluator:
-    """An evaluator of the policy object in ``plan``, with envs of its own; see build_engine."""
-
-    def make_engine(exploration: Exploration) -> EngineBase:
-        # An episode spans several rollouts here, so a rollout must not begin with a reset.
-        return build_engine(
-            replace(
-                plan, exploration=exploration, reset_at_each_iter=False, traces=False, metrics={}
-            ),
-            traj_ids=itertools.count(),
-            worker_id=worker_id,
-            incarnation=incarnation,
-            shared=shared,
-            counter=counter,
-            for_evaluation=True,
-        )
-
-    return Evaluator(make_engine, plan.metrics)

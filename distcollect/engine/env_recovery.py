@@ -88,7 +88,9 @@ class EnvRecovery:
             if num_faults > self._max_faults or not self._envs.can_rebuild(fault.rows[0]):
                 raise _final_error(error, num_faults - 1)
             self._warn(error.message, num_faults)
-            if self._wakeup.wait_until(lambda: self._is_stopped, _delay_s(num_faults)):
+            # No pause before the first attempt, then 0.1 s, 0.2 s, 0.4 s and so on.
+            delay_s = backoff_s(num_faults, _FIRST_DELAY_S, _LONGEST_DELAY_S)
+            if self._wakeup.wait_until(lambda: self._is_stopped, delay_s):
                 raise Stopped
             try:
                 self._envs.rebuild(fault.rows, self._new_seeds(fault.rows))
@@ -138,11 +140,6 @@ def _release(error: BaseException | None) -> None:
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
-
-
-def _delay_s(num_faults: int) -> float:
-    """No pause before the first attempt, then 0.1 s, 0.2 s, 0.4 s and so on."""
-    return backoff_s(num_faults, _FIRST_DELAY_S, _LONGEST_DELAY_S)
 
 
 def _final_error(error: EnvError, num_rebuilt: int) -> EnvError:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -14,11 +16,11 @@ import torch
 from distcollect.common import gpus
 from distcollect.common.seeding import Stream, env_seed, policy_seed, shares
 from distcollect.engine.base import EngineBase
+from distcollect.engine.plan import WorkerPlan
 from distcollect.errors import DeadlineError
 from distcollect.policy.base import Exploration
 from distcollect.results import Evaluation
 from distcollect.rollout.slabs import new_slab
-from distcollect.rollout.spaces import Key
 from distcollect.transport.worker_service import EvaluationRequest
 
 log = logging.getLogger(__name__)
@@ -30,21 +32,18 @@ _MOST_STEPS = 2048
 class Evaluator:
     """Plays episodes with the policy of an engine that collects, on the same thread."""
 
-    def __init__(
-        self,
-        make_engine: Callable[[Exploration], EngineBase],
-        metrics: Mapping[str, Key] | None = None,
-    ) -> None:
-        """Play with engines from ``make_engine``, one for each kind of exploration.
+    def __init__(self, plan: WorkerPlan, build: Callable[..., EngineBase]) -> None:
+        """Play with one engine for each kind of exploration, made when it is first needed.
 
-        An engine is made when it is first needed. It has envs of its own, but shares the policy.
+        It has envs of its own, but shares the policy.
 
         Args:
-            make_engine: makes an engine.
-            metrics: metrics of episodes, see :class:`~distcollect.config.Monitor`.
+            plan: what to play with; its policy was made.
+            build: :func:`~distcollect.engine.build.build_engine`, with what is the same for all
+                engines of this process.
         """
-        self._make_engine = make_engine
-        self._metrics = metrics or {}
+        self._plan = plan
+        self._build = build
         self._engines: dict[Exploration, EngineBase] = {}
 
     def evaluate(self, request: EvaluationRequest, version: int) -> Evaluation:
@@ -62,22 +61,34 @@ class Evaluator:
         deadline = time.monotonic() + request.timeout_s
         exploration = Exploration.DETERMINISTIC if request.deterministic else Exploration.RANDOM
         with _random_state_restored():
-            if exploration not in self._engines:
-                self._engines[exploration] = self._make_engine(exploration)
-            engine = self._engines[exploration]
+            engine = self._engine(exploration)
             seed = request.seed
             if seed is None:
                 seed = int(np.random.SeedSequence().generate_state(1)[0])
             num_each = shares(request.num_episodes, engine.layout.num_envs)
             episodes = self._play(engine, seed, num_each, deadline)
         returns, lengths, values = zip(*episodes, strict=True)
-        columns = zip(self._metrics, zip(*values, strict=True), strict=True)
+        columns = zip(self._plan.metrics, zip(*values, strict=True), strict=True)
         return Evaluation(
             torch.tensor(returns, dtype=torch.float64),
             torch.tensor(lengths),
             torch.full((request.num_episodes,), version),
             {name: torch.tensor(column, dtype=torch.float64) for name, column in columns},
         )
+
+    def _engine(self, exploration: Exploration) -> EngineBase:
+        if exploration not in self._engines:
+            plan = replace(
+                self._plan,
+                exploration=exploration,
+                reset_at_each_iter=False,  # an episode spans several rollouts here
+                traces=False,
+                metrics={},
+            )
+            self._engines[exploration] = self._build(
+                plan, traj_ids=itertools.count(), for_evaluation=True
+            )
+        return self._engines[exploration]
 
     def _play(
         self, engine: EngineBase, seed: int, owed: list[int], deadline: float
@@ -122,7 +133,7 @@ class Evaluator:
                             last = np.array([row * num_steps + step])
                             values = [
                                 float(slab.values_at(key, last)[0])
-                                for key in self._metrics.values()
+                                for key in self._plan.metrics.values()
                             ]
                             episodes.append((float(totals[row]), int(lengths[row]), values))
             if not is_whole and not slab.faulted.any():

@@ -23,7 +23,7 @@ from gymnasium import spaces
 from gymnasium.vector import VectorEnv
 
 from distcollect.envs.coercion import MisfitError, write
-from distcollect.errors import ArgumentError, EnvError
+from distcollect.errors import EnvError
 from distcollect.rollout.spaces import Arrays, Leaf, leaf_spaces, leaves_of
 
 Env: TypeAlias = gym.Env[Any, Any]
@@ -341,19 +341,14 @@ class EnvBatch(Envs):
 
         Args:
             action: ``[n, *shape]`` for each of ``action_leaves``; copied where an env may keep it.
-            cut: bool ``[n]``: rows whose episode is ended after this step in any case.
+            cut: bool ``[n]``: rows whose episode is ended after this step in any case, if
+                ``supports_partial_reset``.
             rows: the rows that made no transition when the last step raised Faulted, and make it
                 now; the result keeps the other rows' values of that step. None: all rows.
 
         Raises:
             Faulted: an env raised, or its observation does not fit its space.
-            ArgumentError: ``cut`` is given, but ``supports_partial_reset`` is False.
         """
-        if cut is not None and not self.supports_partial_reset:
-            raise ArgumentError(
-                f"{self.name()}: it cannot reset single rows, so episodes can't be cut; pass a "
-                "maker of single envs and envs_per_worker instead"
-            )
         if rows is None:
             self._num_steps += 1
         result = self._advance(action, rows)

@@ -36,7 +36,9 @@ def join(
     if len(rollouts) == 1 and not pinned:
         taken = runs[0][0].leaves(rollouts[0].tensors)
     else:
-        parts = _parts(runs)
+        of_runs = [wire.leaves_of_all([each.tensors for each in run]) for wire, run in runs]
+        # For each leaf tensors [k, n, ...], which together hold that of all rollouts in order.
+        parts = [[*chain.from_iterable(each)] for each in zip(*of_runs, strict=True)]
 
     def joined(index: int) -> torch.Tensor:
         if taken is not None:
@@ -80,12 +82,6 @@ def _runs(
 
     for (num_steps, wire_form), run in groupby(rollouts, form):
         yield wire_layout(layout, num_steps, wire_form), list(run)
-
-
-def _parts(runs: Sequence[tuple[WireLayout, list[Rollout]]]) -> list[Tensors]:
-    """For each leaf tensors ``[k, n, ...]``, which together hold that of all rollouts in order."""
-    of_runs = [wire.leaves_of_all([rollout.tensors for rollout in run]) for wire, run in runs]
-    return [[*chain.from_iterable(parts)] for parts in zip(*of_runs, strict=True)]
 
 
 def _ends(

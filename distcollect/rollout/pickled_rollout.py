@@ -13,32 +13,27 @@ from tensordict import TensorDictBase, lazy_stack
 
 from distcollect.errors import EnvError
 from distcollect.rollout.layout import Layout
-from distcollect.rollout.slab import RolloutMemory
 from distcollect.rollout.spaces import Key
+from distcollect.rollout.tree_slab import FrameSlab
 
 
-class PickledRollout(RolloutMemory):
+class PickledRollout(FrameSlab):
     """Keeps the TensorDicts of one rollout ``[n, T]`` as they are.
 
-    They travel as one pickle, which is slow, but carries everything that can be pickled. The
-    attributes are those of :class:`~distcollect.rollout.tree_slab.TreeSlab`.
+    They travel as one pickle, which is slow, but carries everything that can be pickled.
     """
 
     def __init__(self, layout: Layout, num_steps: int, *, shared: bool = False) -> None:
         super().__init__(layout, num_steps, shared=shared)
-        self.reward = np.zeros((layout.num_envs, num_steps))
-        self.ended = np.zeros((layout.num_envs, num_steps), bool)
         self._frames: list[TensorDictBase] = []
 
     def clear(self) -> None:
         super().clear()
-        self.ended.fill(False)
         self._frames = []
 
     def write(self, start: int, frames: Sequence[TensorDictBase], given: set[Key]) -> None:
-        """Add the frames of consecutive steps; see :meth:`.TreeSlab.write`."""
         self._frames += frames
-        rows, keys = self.layout.num_envs, self.layout.torchrl_keys
+        rows, keys = self._rows, self.layout.torchrl_keys
         assert keys is not None
         for step, frame in enumerate(frames, start):
             total = np.zeros(rows)
@@ -48,15 +43,9 @@ class PickledRollout(RolloutMemory):
             self.reward[:, step] = total
 
     def finish(self, num_steps: int) -> None:
-        """All frames are written; see :meth:`.TreeSlab.finish`. Padding repeats the last frame."""
-        padding = self.num_steps - num_steps
         # Copies, as what is written into one frame of a lazy stack must not change another.
-        self._frames += [self._frames[-1].clone() for _ in range(padding)]
-        if padding:
-            for row in range(self.layout.num_envs):
-                self._pad_row(row, num_steps, self.policy_version[row, num_steps - 1])
-            self.reward[:, num_steps:] = 0
-            self.num_frames = self.layout.num_envs * num_steps
+        self._frames += [self._frames[-1].clone() for _ in range(self.num_steps - num_steps)]
+        super().finish(num_steps)
 
     def values_at(self, key: Key, at: np.ndarray) -> np.ndarray:
         """One number of each of k frames, float64 ``[k]``; see :meth:`.Slab.values_at`.

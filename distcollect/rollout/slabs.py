@@ -7,9 +7,8 @@ from typing import TypeAlias
 from distcollect.rollout.layout import Layout
 from distcollect.rollout.pickled_rollout import PickledRollout
 from distcollect.rollout.slab import Slab
-from distcollect.rollout.tree_slab import TreeSlab
+from distcollect.rollout.tree_slab import FrameSlab, TreeSlab
 
-FrameSlab: TypeAlias = TreeSlab | PickledRollout  # written by the loop for TorchRL envs
 AnySlab: TypeAlias = Slab | FrameSlab
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,13 +15,8 @@ from distcollect.rollout.slab import RolloutMemory
 from distcollect.rollout.spaces import Key, Leaf, dtype_name
 
 
-class TreeSlab(RolloutMemory):
+class FrameSlab(RolloutMemory):
     """Memory for one rollout of TorchRL envs.
-
-    Frames arrive as the TensorDicts of several steps at once, since stacking a leaf of many steps
-    takes as long as writing it for one. A leaf that is at the root and under "next" is kept once:
-    usually its value under "next" equals that at the next root. Where it does not, as at the end of
-    an episode, its value is kept in addition.
 
     Attributes:
         reward: float64 ``[n, T]``; for statistics.
@@ -32,13 +28,12 @@ class TreeSlab(RolloutMemory):
         self._rows = layout.num_envs
         self.reward = np.zeros((self._rows, num_steps))
         self.ended = np.zeros((self._rows, num_steps), bool)
-        self._last: dict[Key, torch.Tensor] = {}  # the state leaves after the last step
 
     def clear(self) -> None:
         super().clear()
         self.ended.fill(False)
-        self._last.clear()
 
+    @abstractmethod
     def write(self, start: int, frames: Sequence[TensorDictBase], given: set[Key]) -> None:
         """Write the frames of consecutive steps.
 
@@ -51,6 +46,39 @@ class TreeSlab(RolloutMemory):
             ValueError: an entry has another shape than in the layout or values that its dtype has
                 not, or a frame lacks it though others have it; names it.
         """
+
+    def finish(self, num_steps: int) -> None:
+        """All frames of the rollout are written.
+
+        Args:
+            num_steps: how many steps; all later ones are padding: zeros, or the last frame again,
+                except that the trajectory id is -1 and the policy version that of the last step.
+        """
+        if num_steps < self.num_steps:
+            for row in range(self._rows):
+                self._pad_row(row, num_steps, self.policy_version[row, num_steps - 1])
+            self.reward[:, num_steps:] = 0
+            self.num_frames = self._rows * num_steps
+
+
+class TreeSlab(FrameSlab):
+    """Writes frames whose entries are tensors of fixed shapes.
+
+    They arrive as the TensorDicts of several steps at once, since stacking a leaf of many steps
+    takes as long as writing it for one. A leaf that is at the root and under "next" is kept once:
+    usually its value under "next" equals that at the next root. Where it does not, as at the end of
+    an episode, its value is kept in addition.
+    """
+
+    def __init__(self, layout: Layout, num_steps: int, *, shared: bool = False) -> None:
+        super().__init__(layout, num_steps, shared=shared)
+        self._last: dict[Key, torch.Tensor] = {}  # the state leaves after the last step
+
+    def clear(self) -> None:
+        super().clear()
+        self._last.clear()
+
+    def write(self, start: int, frames: Sequence[TensorDictBase], given: set[Key]) -> None:
         if not frames:
             return
         layout, reader = self.layout, _Reader(frames)
@@ -85,23 +113,14 @@ class TreeSlab(RolloutMemory):
         self._add_rewards(start, count)
 
     def finish(self, num_steps: int) -> None:
-        """All frames of the rollout are written.
-
-        Args:
-            num_steps: how many steps; all later ones are padding: zeros, except that the trajectory
-                id is -1 and the policy version that of the last step.
-        """
         if num_steps == self.num_steps:
             for key, tail in self.tails.items():
                 tail.copy_(self._last[key])
             return
-        last = num_steps - 1
         at = torch.tensor([[row, 0] for row in range(self._rows)])
-        self._keep(at, last, {key: value.unsqueeze(1) for key, value in self._last.items()})
-        for row in range(self._rows):
-            self._pad_row(row, num_steps, self.policy_version[row, last])
-        self.reward[:, num_steps:] = 0
-        self.num_frames = self._rows * num_steps
+        after = {key: value.unsqueeze(1) for key, value in self._last.items()}
+        self._keep(at, num_steps - 1, after)
+        super().finish(num_steps)
 
     def _begins(self, start: int, count: int) -> list[bool]:
         """For each of the steps, whether a trajectory may begin with it."""

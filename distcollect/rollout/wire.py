@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Iterable, Sequence
 from enum import Enum
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -44,6 +44,16 @@ class WireForm(Enum):
     MAPPED = "mapped"
 
 
+class _Place(NamedTuple):
+    """Where a leaf lies: ``start`` is its first byte among the packed ones; None: it is alone."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    strides: tuple[int, ...]
+    size: int
+    start: int | None
+
+
 class WireLayout:
     """Where each leaf of a rollout of T steps lies in the tensors that travel.
 
@@ -57,19 +67,19 @@ class WireLayout:
     """
 
     def __init__(self, layout: Layout, num_steps: int, form: WireForm) -> None:
-        mapped = form is WireForm.MAPPED
         n = layout.num_envs
-        leaves = [(leaf, (n, num_steps, *leaf.shape)) for leaf in layout.per_frame]
-        leaves += [(leaf, (n, *leaf.shape)) for leaf in layout.state]
-        self._shapes = [(shape, leaf.dtype) for leaf, shape in leaves]
-        self._sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in self._shapes]
-        self._is_small = [not mapped and size < _PACKED_BELOW_BYTES for size in self._sizes]
-        self._strides = [_strides(shape) for shape, _ in self._shapes]
+        leaves = [(leaf.dtype, (n, num_steps, *leaf.shape)) for leaf in layout.per_frame]
+        leaves += [(leaf.dtype, (n, *leaf.shape)) for leaf in layout.state]
         self.form = form
+        self.packed_bytes = 0
         self._state = layout.state
-        self.packed_bytes = sum(
-            _aligned(size) for size, small in zip(self._sizes, self._is_small, strict=True) if small
-        )
+        self._places: list[_Place] = []
+        for dtype, shape in leaves:
+            size = math.prod(shape) * dtype.itemsize
+            is_packed = form is WireForm.PACKED and size < _PACKED_BELOW_BYTES
+            start = self.packed_bytes if is_packed else None
+            self._places.append(_Place(shape, dtype, _strides(shape), size, start))
+            self.packed_bytes += _aligned(size) * is_packed
 
     def allocate(self) -> tuple[Tensors, list[SharedTensor]]:
         """New memory for a rollout.
@@ -78,20 +88,14 @@ class WireLayout:
             The tensors that travel; and with the form MAPPED, a stand-in for each but the first,
             by which a trainer on the same host finds it.
         """
-        large = [
-            (shape, dtype, size)
-            for (shape, dtype), size, small in zip(
-                self._shapes, self._sizes, self._is_small, strict=True
-            )
-            if not small
-        ]
+        large = [place for place in self._places if place.start is None]
         packed = torch.zeros(self.packed_bytes, dtype=torch.uint8)
         if self.form is WireForm.PACKED:
-            return [packed, *(tensor_cache.empty(shape, dtype) for shape, dtype, _ in large)], []
-        memory, segment = allocate(sum(_aligned(size) for _, _, size in large))
+            return [packed, *(tensor_cache.empty(each.shape, each.dtype) for each in large)], []
+        memory, segment = allocate(sum(_aligned(each.size) for each in large))
         stand_ins: list[SharedTensor] = []
         offset = 0
-        for shape, dtype, size in large:
+        for shape, dtype, _, size, _ in large:
             stand_ins.append(SharedTensor(segment, offset, shape, dtype))
             offset += _aligned(size)
         return [packed, *(stand_in.within(memory) for stand_in in stand_ins)], stand_ins
@@ -120,11 +124,8 @@ class WireLayout:
         """The packed leaves ``[*lead, *shape]`` in a contiguous tensor, uint8 ``[*lead, N]``."""
         by_dtype: dict[torch.dtype, torch.Tensor] = {}
         leaves: Tensors = []
-        start = 0
-        for (shape, dtype), strides, size, small in zip(
-            self._shapes, self._strides, self._sizes, self._is_small, strict=True
-        ):
-            if not small:
+        for shape, dtype, strides, _, start in self._places:
+            if start is None:
                 continue
             # Slicing and viewing take three times as long.
             flat = by_dtype.get(dtype)
@@ -133,13 +134,12 @@ class WireLayout:
             lead, lead_strides = flat.shape[:-1], flat.stride()[:-1]
             offset = flat.storage_offset() + start // dtype.itemsize
             leaves.append(flat.as_strided((*lead, *shape), (*lead_strides, *strides), offset))
-            start += _aligned(size)
         return leaves
 
     def _in_order(self, small: Iterable[V], large: Iterable[V]) -> list[V]:
         """What belongs to the packed leaves, and to the others, in the order of all leaves."""
         of_small, of_large = iter(small), iter(large)
-        return [next(of_small) if is_small else next(of_large) for is_small in self._is_small]
+        return [next(of_large if each.start is None else of_small) for each in self._places]
 
     def with_final(self, packed: torch.Tensor, at: torch.Tensor, final: Tensors) -> torch.Tensor:
         """The first tensor of a rollout in which k episodes ended.

@@ -27,7 +27,7 @@ from distcollect.common.step_counter import StepCounter, Task
 from distcollect.common.threads import do_jobs
 from distcollect.common.waiting import answer
 from distcollect.engine.base import EngineBase
-from distcollect.engine.build import build_engine, build_evaluator
+from distcollect.engine.build import build_engine
 from distcollect.engine.evaluator import Evaluator
 from distcollect.engine.pickled_plan import unpickled
 from distcollect.envs.registered import register_all
@@ -224,19 +224,9 @@ class Worker(WorkerService):
         self._pre_collect_hook = plan.pre_collect_hook
         self._post_collect_hook = plan.post_collect_hook
         plan = plan.with_policy_made()
-        evaluator = build_evaluator(
-            plan,
-            worker_id=self.worker_id,
-            incarnation=self._incarnation,
-            counter=self.counter.evaluation,
-        )
-        engine = build_engine(
-            plan,
-            worker_id=self.worker_id,
-            incarnation=self._incarnation,
-            traj_ids=self._new_traj_ids(),
-            counter=self.counter,
-        )
+        build = partial(build_engine, worker_id=self.worker_id, incarnation=self._incarnation)
+        evaluator = Evaluator(plan, partial(build, counter=self.counter.evaluation))
+        engine = build(plan, traj_ids=self._new_traj_ids(), counter=self.counter)
         weights = engine.weights
         receiver = WeightReceiver(weights, self._address, engine.step_timer.received)
         self._parts = _Parts(receiver, evaluator, engine)

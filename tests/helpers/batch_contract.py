@@ -7,11 +7,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 
+import gymnasium as gym
 import numpy as np
 import torch
+from gymnasium import spaces
 from helpers.counting_envs import (
     ACTIONS,
     FILLER_KINDS,
+    OBSERVATIONS,
     CountingMaker,
     Frame,
     check_frames,
@@ -90,55 +93,27 @@ DELIVERIES = {
 LIGHT = [name for name in DELIVERIES if not name.startswith("rpc")]
 HEAVY = [name for name in DELIVERIES if name.startswith("rpc")]
 _f32, _f64, _i64 = torch.float32, torch.float64, torch.int64
-_i8, _u8, _bool = torch.int8, torch.uint8, torch.bool
+_bool = torch.bool
 
 
-OBSERVATION_SPECS: dict[str, Spec] = {
-    "box32": {("observation",): ((4,), _f32)},
-    "box64": {("observation",): ((4,), _f64)},
-    "image": {("observation",): ((4, 3, 2), _u8)},
-    "discrete": {("observation",): ((), _i64)},
-    "multidiscrete": {("observation",): ((4,), _i64)},
-    "multibinary": {("observation",): ((24,), _i8)},
-    "dict": {
-        ("image",): ((2, 2), _u8),
-        ("inner", "echo"): ((), _i64),
-        ("inner", "pair", "0"): ((), _f64),
-        ("inner", "pair", "1"): ((2,), _i8),
-        ("place",): ((2,), _f32),
-    },
-    "tuple": {("observation", "0"): ((3,), _f32), ("observation", "1"): ((), _i64)},
-    "dtypes": {
-        (name,): ((2,), getattr(torch, name))
-        for name in (
-            *("bool", "float16", "float32", "float64", "int16", "int32", "int64", "int8"),
-            *("uint16", "uint32", "uint64", "uint8"),
-        )
-    },
+def _spec_of(space: gym.Space[Any], key: tuple[str, ...]) -> Spec:
+    """The entries of a batch, in the order of the space; Gymnasium sorts those of a Dict."""
+    match space:
+        case spaces.Dict() | spaces.Tuple():
+            parts = space.items() if isinstance(space, spaces.Dict) else enumerate(space)
+            specs = [_spec_of(part, (*key, str(name))) for name, part in parts]
+            return {name: spec for each in specs for name, spec in each.items()}
+        case spaces.Discrete():
+            return {key: ((), _i64)}
+        case _:
+            return {key: (space.shape, getattr(torch, space.dtype.name))}
+
+
+OBSERVATION_SPECS = {
+    name: _spec_of(coding.space, () if isinstance(coding.space, spaces.Dict) else ("observation",))
+    for name, coding in OBSERVATIONS.items()
 }
-
-
-ACTION_SPECS: dict[str, Spec] = {
-    "discrete": {("action",): ((), _i64)},
-    "discrete_start": {("action",): ((), _i64)},
-    "box": {("action",): ((2,), _f32)},
-    "box_scalar": {("action",): ((), _f64)},
-    "multidiscrete": {("action",): ((2,), _i64)},
-    "multibinary": {("action",): ((3,), _i8)},
-    "dict": {
-        ("action", "go"): ((), _i64),
-        ("action", "how", "0"): ((2,), _f32),
-        ("action", "how", "1"): ((), _i64),
-    },
-    "tuple": {("action", "0"): ((), _i64), ("action", "1"): ((2,), _i8)},
-    "dtypes": {
-        ("action", "bits"): ((2,), _bool),
-        ("action", "box"): ((2,), torch.uint16),
-        ("action", "half"): ((2,), torch.float16),
-        ("action", "many"): ((2,), torch.uint32),
-        ("action", "wide"): ((2,), torch.uint64),
-    },
-}
+ACTION_SPECS = {name: _spec_of(space, ("action",)) for name, space in ACTIONS.items()}
 
 
 SPACES = [
@@ -374,6 +349,23 @@ def check_contract(delivery: str, kind: str, spaces: tuple[str, str]) -> None:
     for batch in oracle.clones:
         policy.check(batch)
         assert not batch["collector", "policy_version"].any()
+
+
+INFO: Spec = {
+    ("lap",): ((), _i64),
+    ("ratio",): ((), _f32),
+    ("flag",): ((), _bool),
+    ("pair",): ((2,), _f64),
+    ("nest", "depth"): ((), _i64),
+    ("nest", "deeper", "echo"): ((), _f32),
+    ("stepped",): ((), _i64),
+    ("odd",): ((2,), torch.int32),
+}
+
+
+def check_info_keys(delivery: str, kind: str) -> None:
+    keys = list(dict.fromkeys(key[0] for key in INFO))
+    run(DELIVERIES[delivery], CountingMaker(kind, N), info=INFO, info_keys=keys)
 
 
 def check_a_maker_for_each_worker(delivery: str) -> None:

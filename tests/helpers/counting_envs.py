@@ -416,23 +416,22 @@ class CountingMaker:
         make = partial(
             CountingEnv, observation=self.observation, action=self.action, lengths=self.lengths
         )
-        how, mode, *rest = (*self.kind.split("-"), "")
-        if how == "plain":
-            return make(first + env_index, reuse=mode == "reuse")
-        makers = [partial(make, first + row) for row in range(self.num_envs)]
-        match how:
-            case "sync":
-                return SyncVectorEnv(makers, copy="live" not in rest, autoreset_mode=_MODES[mode])
-            case "async":
-                return AsyncVectorEnv(
-                    makers,
-                    copy="live" not in rest,
-                    shared_memory="pipe" not in rest,
-                    autoreset_mode=_MODES[mode],
-                )
-            case _:
-                label = None if "nolabel" in rest else _MODES[mode]
-                return CountingVectorEnv([each() for each in makers], label)
+        if self.kind.startswith("plain"):
+            return make(first + env_index, reuse=self.kind == "plain-reuse")
+        return vector_env(self.kind, [partial(make, first + row) for row in range(self.num_envs)])
+
+
+def vector_env(kind: str, makers: Sequence[Callable[[], CountingEnv]]) -> VectorEnv[Any, Any, Any]:
+    """A vector env of one of VECTOR_KINDS, of the envs that these makers make."""
+    how, name, *rest = kind.split("-")
+    mode, copies = _MODES[name], "live" not in rest
+    if how == "sync":
+        return SyncVectorEnv(makers, copy=copies, autoreset_mode=mode)
+    if how == "async":
+        return AsyncVectorEnv(
+            makers, copy=copies, shared_memory="pipe" not in rest, autoreset_mode=mode
+        )
+    return CountingVectorEnv([make() for make in makers], None if "nolabel" in rest else mode)
 
 
 class Frame(NamedTuple):

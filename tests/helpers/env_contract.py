@@ -1,4 +1,4 @@
-"""The contract that batches of envs keep, checked with envs whose every value is known."""
+"""Batches of envs as the engine steps them, and what holds for those of every kind."""
 
 from __future__ import annotations
 
@@ -11,23 +11,15 @@ import pytest
 from gymnasium.wrappers import TransformObservation
 from gymnasium.wrappers import vector as vector_wrappers
 from helpers.counting_envs import (
-    FILLER_KINDS,
-    UNCUTTABLE_KINDS,
     CountingMaker,
-    Frame,
-    check_frames,
 )
 from helpers.versions import version_of
 
 from distcollect.envs.base import EnvBatch
 from distcollect.envs.make import EnvContext, make_envs
-from distcollect.errors import ArgumentError, EnvError
-from distcollect.rollout.spaces import Arrays, Key, flatten
+from distcollect.rollout.spaces import Arrays, flatten
 
 N = 3
-INFO_KEYS = ["lap", "ratio", "flag", "pair", "nest", "stepped", "odd"]
-INFO_LEAVES: list[Key] = [("lap",), ("ratio",), ("flag",), ("pair",), ("stepped",), ("odd",)]
-INFO_LEAVES += [("nest", "depth"), ("nest", "deeper", "echo")]
 
 
 def contexts(n: int) -> list[EnvContext]:
@@ -54,81 +46,6 @@ def sample(batch: EnvBatch) -> Arrays:
         leaf.key: np.stack([row[i] for row in parts]).astype(leaf.numpy_dtype)
         for i, leaf in enumerate(batch.action_leaves)
     }
-
-
-def drive(batch: EnvBatch, num_steps: int, cut_after: int | None = None) -> list[list[Frame]]:
-    """Step with random actions, always in the same memory; returns each row's real frames."""
-    frames: list[list[Frame]] = [[] for _ in rows_of(batch)]
-    at_start = dict(batch.obs)
-    action = sample(batch)
-    since = np.zeros(batch.num_envs, int)
-    for _ in range(num_steps):
-        for key, drawn in sample(batch).items():
-            action[key][...] = drawn
-        root = {key: array.copy() for key, array in batch.obs.items()}
-        taken = {key: array.copy() for key, array in action.items()}
-        since += 1
-        cut = None if cut_after is None else since >= cut_after
-        reward, terminated, truncated, ended, real = batch.step(action, cut)
-        assert ended == np.flatnonzero(terminated | truncated).tolist()
-        assert reward.dtype == np.float32
-        for row in rows_of(batch):
-            if real is not None and not real[row]:
-                assert row not in ended
-                continue
-            after = batch.final if row in ended else batch.obs
-            frames[row].append(
-                Frame(
-                    {key: array[row].copy() for key, array in root.items()},
-                    {key: array[row] for key, array in taken.items()},
-                    reward[row],
-                    {key: array[row].copy() for key, array in after.items()},
-                    terminated[row],
-                    truncated[row],
-                )
-            )
-        since[ended] = 0
-    assert all(batch.obs[key] is array for key, array in at_start.items())
-    return frames
-
-
-def check_every_kind_keeps_the_contract(kind: str, info_keys: list[str] | None) -> None:
-    leaves = INFO_LEAVES if info_keys else []
-    with batch_of(CountingMaker(kind, N, "dict", "dict"), info_keys=info_keys) as batch:
-        batch.reset()
-        for number, frames in enumerate(drive(batch, 40)):
-            count = check_frames(
-                frames, number=number, observation="dict", action="dict", info_keys=leaves
-            )
-            assert count == 40 or kind in FILLER_KINDS
-            assert count >= 25
-    if kind not in UNCUTTABLE_KINDS:
-        with batch_of(CountingMaker(kind, N), info_keys=info_keys) as batch:
-            batch.reset()
-            for number, frames in enumerate(drive(batch, 20, cut_after=3)):
-                check_frames(frames, number=number, cut_after=3, info_keys=leaves)
-
-
-def check_rows_that_cannot_be_cut_say_so(kind: str) -> None:
-    with batch_of(CountingMaker(kind, N)) as batch:
-        assert not batch.supports_partial_reset
-        batch.reset()
-        with pytest.raises(ArgumentError, match="can't be cut"):
-            batch.step(sample(batch), np.ones(N, bool))
-
-
-def check_every_observation_space(kind: str, observation: str) -> None:
-    with batch_of(CountingMaker(kind, N, observation)) as batch:
-        batch.reset()
-        for number, frames in enumerate(drive(batch, 15)):
-            check_frames(frames, number=number, observation=observation)
-
-
-def check_every_action_space(kind: str, action: str) -> None:
-    with batch_of(CountingMaker(kind, N, action=action)) as batch:
-        batch.reset()
-        for number, frames in enumerate(drive(batch, 15)):
-            check_frames(frames, number=number, action=action)
 
 
 def statistics_of(create_env: Any, num_steps: int) -> None:
@@ -183,11 +100,3 @@ def check_wrappers_that_change_live_arrays_in_place(kind: str) -> None:
         for _ in range(12):
             batch.step(sample(batch))
             assert (batch.obs["observation",] // 1000 == 1).all()
-
-
-def check_vector_env_that_raises(kind: str) -> None:
-    with batch_of(CountingMaker(kind, 2), 2) as batch:
-        batch.reset()
-        wrong: Arrays = {("action",): np.array([0, 77])}
-        with pytest.raises(EnvError, match=r"vector env .*step\(\) raised AssertionError: .*77"):
-            batch.step(wrong)

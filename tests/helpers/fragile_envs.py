@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from helpers.counting_envs import (
     CountingEnv,
-    CountingVectorEnv,
     Frame,
     check_frames,
+    vector_env,
 )
 from helpers.policies import SummingPolicy
 from tensordict import TensorDict
@@ -92,23 +91,8 @@ class VectorMaker:
     made: list[Any] = field(default_factory=list)
 
     def __call__(self) -> Any:
-        how, mode, *rest = self.kind.split("-")
-        autoreset = {
-            "next": AutoresetMode.NEXT_STEP,
-            "same": AutoresetMode.SAME_STEP,
-            "disabled": AutoresetMode.DISABLED,
-        }[mode]
-        if how == "native":
-            envs = [self.inner.make(row) for row in range(N)]
-            self.made.append(CountingVectorEnv(envs, autoreset))
-            return self.made[-1]
         envs = [self.inner.make(row) for row in range(N)]
-        makers = [lambda env=env: env for env in envs]
-        if how == "sync":
-            self.made.append(SyncVectorEnv(makers, autoreset_mode=autoreset))
-        else:
-            shared = "pipe" not in rest
-            self.made.append(AsyncVectorEnv(makers, shared, autoreset_mode=autoreset))
+        self.made.append(vector_env(self.kind, [lambda env=env: env for env in envs]))
         return self.made[-1]
 
 

@@ -12,15 +12,16 @@ import pytest
 import torch
 from helpers.batch_contract import (
     DELIVERIES,
+    INFO,
     LIGHT,
     SPACES,
     N,
     Oracle,
-    Spec,
     T,
     Teller,
     check_a_maker_for_each_worker,
     check_contract,
+    check_info_keys,
     check_trajectories_do_not_depend_on_the_number_of_workers,
     run,
 )
@@ -56,21 +57,14 @@ def test_envs_that_cannot_be_cut_are_refused(delivery: str, option: dict[str, An
         DELIVERIES[delivery].start(CountingMaker("native-next", N), **option)
 
 
-INFO: Spec = {
-    ("lap",): ((), torch.int64),
-    ("flag",): ((), torch.bool),
-    ("pair",): ((2,), torch.float64),
-    ("nest", "depth"): ((), torch.int64),
-    ("nest", "deeper", "echo"): ((), torch.float32),
-    ("odd",): ((2,), torch.int32),
-}
+@pytest.mark.parametrize("kind", IN_PROCESS_KINDS)
+def test_info_keys(kind: str) -> None:
+    check_info_keys("in-process", kind)
 
 
-@pytest.mark.parametrize("kind", ["plain", "sync-same", "native-next"])
-@pytest.mark.parametrize("delivery", LIGHT)
-def test_info_keys(delivery: str, kind: str) -> None:
-    keys = ["lap", "flag", "pair", "nest", "odd"]
-    run(DELIVERIES[delivery], CountingMaker(kind, N), info=INFO, info_keys=keys)
+@pytest.mark.parametrize("delivery", LIGHT[1:])
+def test_info_keys_in_workers(delivery: str) -> None:
+    check_info_keys(delivery, "native-next")
 
 
 def test_info_keys_with_spaces() -> None:
@@ -168,17 +162,6 @@ def test_total_frames(delivery: str) -> None:
         with pytest.raises(StopIteration):
             collector.next()
     oracle.check()
-
-
-@pytest.mark.parametrize("delivery", LIGHT)
-def test_use_after_shutdown(delivery: str) -> None:
-    with DELIVERIES[delivery].start(CountingMaker("plain", N)) as collector:
-        collector.next(timeout_s=60)
-    collector.shutdown()
-    with pytest.raises(dc.CollectorStateError, match="shut down"):
-        collector.next()
-    with pytest.raises(dc.CollectorStateError, match="shut down"):
-        next(iter(collector))
 
 
 @pytest.mark.parametrize("static_seed", [False, True])

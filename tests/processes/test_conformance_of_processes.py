@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import time
 from typing import Any
 
@@ -17,11 +18,17 @@ from helpers.batch_contract import (
     Teller,
     check_a_maker_for_each_worker,
     check_contract,
+    check_info_keys,
     check_trajectories_do_not_depend_on_the_number_of_workers,
     same,
 )
 from helpers.counting_envs import ASYNC_KINDS
+from helpers.env_contract import (
+    check_episode_statistics_of_the_vector_wrapper,
+    check_wrappers_that_change_live_arrays_in_place,
+)
 from helpers.policies import CategoricalPolicy
+from helpers.versions import version_of
 from tensordict import TensorDict
 
 import distcollect as dc
@@ -32,6 +39,32 @@ import distcollect as dc
 @pytest.mark.parametrize("delivery", LIGHT)
 def test_every_env_kind(delivery: str, kind: str, spaces: tuple[str, str]) -> None:
     check_contract(delivery, kind, spaces)
+
+
+@pytest.mark.parametrize("spaces", SPACES[2:], ids="-".join)
+def test_every_space_of_an_async_vector_env(spaces: tuple[str, str]) -> None:
+    if spaces[0] == "dtypes" and version_of("gymnasium") < (1, 4):
+        pytest.skip("Gymnasium shares no memory of dtype float16 before version 1.4")
+    check_contract("in-process", "async-next-live", spaces)
+
+
+def test_processes_that_are_spawned() -> None:
+    multiprocessing.set_start_method("spawn", force=True)
+    check_contract("in-process", "async-next", SPACES[0])
+
+
+@pytest.mark.parametrize("kind", ASYNC_KINDS)
+def test_info_keys(kind: str) -> None:
+    check_info_keys("in-process", kind)
+
+
+@pytest.mark.parametrize("kind", ASYNC_KINDS)
+def test_episode_statistics_of_the_vector_wrapper(kind: str) -> None:
+    check_episode_statistics_of_the_vector_wrapper(kind)
+
+
+def test_wrappers_that_change_live_arrays_in_place() -> None:
+    check_wrappers_that_change_live_arrays_in_place("async-next-live")
 
 
 @pytest.mark.parametrize(

@@ -8,17 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 from gymnasium import spaces
-from gymnasium.wrappers import TransformObservation
 from helpers.counting_envs import (
-    OBSERVATIONS,
     CountingEnv,
     CountingMaker,
-    CountingVectorEnv,
 )
 from helpers.env_contract import (
     N,
     batch_of,
-    check_vector_env_that_raises,
     contexts,
     sample,
 )
@@ -163,34 +159,9 @@ def test_observation_that_does_not_fit(
             call()
 
 
-def test_fractions_do_not_become_integers() -> None:
-    def make() -> Any:
-        space = OBSERVATIONS["image"].space
-        return TransformObservation(CountingEnv(observation="image"), lambda x: x / 255, space)
-
-    with batch_of(make, 1) as batch, pytest.raises(EnvError, match=r"float64.*uint8"):
-        batch.reset()
-
-
 def test_close_closes_all_and_then_raises() -> None:
     envs = spoiled(0, "close", raising)
     batch = make_envs(envs, 2, contexts=contexts(2))
     with pytest.raises(EnvError, match=r"env 0 .*close\(\) raised"):
         batch.close()
     assert envs[1].closed
-
-
-@pytest.mark.parametrize("kind", ["sync-next", "native-same"])
-def test_vector_env_that_raises(kind: str) -> None:
-    check_vector_env_that_raises(kind)
-
-
-def test_vector_env_with_rows_of_another_shape() -> None:
-    class Short(CountingVectorEnv):
-        def _show(self) -> Any:
-            return super()._show()[:, :3]
-
-    env = Short([CountingEnv(i) for i in range(2)], None)
-    describe = r"shape \[2, 3\].* says \[2, 4\]"
-    with batch_of(env, 2) as batch, pytest.raises(EnvError, match=describe):
-        batch.reset()

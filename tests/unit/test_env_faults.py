@@ -9,14 +9,10 @@ from itertools import count
 from typing import Any
 
 import gymnasium as gym
-import numpy as np
 import pytest
 import torch
 from helpers.counting_envs import (
     CountingEnv,
-    Facts,
-    echo_of,
-    reward_of,
 )
 from helpers.envs import StumblingEnv
 from helpers.fragile_envs import (
@@ -33,8 +29,6 @@ from helpers.fragile_envs import (
     same,
     steps_of,
 )
-from helpers.loopback_pool import LoopbackWorkers
-from helpers.loopback_transport import answer_of
 from helpers.policies import SummingPolicy
 from tensordict import TensorDict
 
@@ -42,11 +36,7 @@ import distcollect as dc
 from distcollect.config import Faults
 from distcollect.engine.build import build_engine
 from distcollect.engine.interrupts import Stopped
-from distcollect.engine.pickled_plan import TensorTable
 from distcollect.engine.plan import WorkerPlan
-from distcollect.envs.base import Faulted
-from distcollect.envs.make import make_envs
-from distcollect.transport.protocol import CollectRequest
 
 
 @pytest.mark.parametrize("at", range(1, 2 * T + 1))
@@ -333,45 +323,3 @@ def test_a_seed_decides_about_the_new_envs_too(policy: Any) -> None:
         collector.set_seed(3)
         usual = torch.cat([collector.next() for _ in range(2)], 1)
     assert same(first[[0, 2]], usual[[0, 2]])
-
-
-def test_what_a_step_leaves_undone_is_told_and_can_be_made_up_for() -> None:
-    maker = Maker({0: [("step", 1)], 2: [("reset", 2)]}, lengths=(1,))
-    contexts = [dc.EnvContext(0, row, 0, None) for row in range(N)]
-    envs = make_envs(maker, N, contexts=contexts)
-    action = {("action",): np.arange(N)}
-    envs.reset()
-    with pytest.raises(Faulted, match=r"env 0 .*no more steps") as caught:
-        envs.step(action)
-    faulted = caught.value
-    told = [(fault.rows, fault.stepped) for fault in faulted.faults]
-    assert told == [((0,), False), ((2,), True)]
-    assert (faulted.not_stepped, faulted.cut_short, faulted.result.ended) == ([0], [], [1, 2])
-    for fault in faulted.faults:
-        envs.rebuild(fault.rows, [5])
-    assert [maker.made[row][-1].seeds[-1] for row in (0, 2)] == [5, 5]
-    assert envs.obs["observation",][:, 0].tolist() == [10, 1, 12]
-    result = envs.step(action, rows=[0])
-    assert result.ended == [0, 1, 2]
-    assert result.reward.tolist() == [reward_of(Facts(n, 0, 1, e)) for n, e in ECHOED]
-    assert envs.final["observation",][:, 0].tolist() == [10, 1, 2]
-    envs.close()
-
-
-# The numbers of the envs that made the transition, and the echoes of their actions.
-ECHOED = [(10, echo_of([0])), (1, echo_of([1])), (2, echo_of([2]))]
-
-
-def test_the_header_tells_how_often_an_env_raised() -> None:
-    maker = Maker({0: [("step", 3), ("step", 2)], 1: [("step", T + 1)]})
-    payload = TensorTable([]).pickled(WorkerPlan(maker, N, max_env_faults=2))
-    workers = LoopbackWorkers(1, Faults(), lambda worker_id: payload)
-    try:
-        [peer] = workers.peers.values()
-        for env_faults in (2, 3, 3):
-            header = answer_of(workers.transport.collect, peer, CollectRequest(T)).result(30).header
-            assert header.env_faults == env_faults
-            assert (header.num_frames, header.num_steps) == (N * T, T)
-        assert header.stepped == 3 * N * T
-    finally:
-        workers.close()

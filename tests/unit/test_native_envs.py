@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode
+from helpers.env_contract import batch_of
 from tensordict import TensorDictBase
 
 import distcollect as dc
+from distcollect.common.seeding import env_seed
 
 # Raised by Gymnasium when EnvPool makes its spaces.
 pytestmark = pytest.mark.filterwarnings("ignore:.*precision lowered by casting:UserWarning")
@@ -130,6 +132,12 @@ def collector_of(name: str, steps: int, **kwargs: Any) -> tuple[dc.SyncDataColle
     keys = sorted(space) if isinstance(space, gym.spaces.Dict) else ["observation"]
     policy = Chooser(env.single_action_space, keys)
     return dc.SyncDataCollector(env, policy, frames_per_batch=N * steps, **kwargs), keys
+
+
+def test_every_seed_suits_the_envs_of_ale() -> None:
+    with batch_of(ale_py.AtariVectorEnv("pong", 2), 2) as batch:
+        for seed in range(20):
+            batch.reset([env_seed(seed, index) for index in range(2)])
 
 
 @pytest.mark.parametrize("steps", [1, 7, 32])

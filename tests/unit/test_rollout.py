@@ -189,31 +189,6 @@ def test_a_batch_elsewhere_has_the_same_entries(num_workers: int) -> None:
         assert (value.shape, value.dtype) == (theirs[key].shape, theirs[key].dtype)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("num_workers", [1, 2])
-def test_batches_on_a_gpu(num_workers: int) -> None:
-    """The same as on the CPU, however often the buffer between is reused."""
-    gpu = torch.device("cuda")
-    slabs = [[filled([(0, 1)], first=100 * i + k) for k in range(num_workers)] for i in range(20)]
-    batches = [assemble(LAYOUT, [rollout(slab) for slab in s], device=gpu) for s in slabs]
-    for batch, s in zip(batches, slabs, strict=True):
-        assert batch["big"].device.type == "cuda"
-        assert (batch.cpu() == assemble(LAYOUT, [rollout(slab) for slab in s])).all()
-
-
-def test_a_slab_is_used_again() -> None:
-    """No value of the previous rollout is left."""
-    slab = filled(FINALS[-1])
-    slab.clear()
-    slab.add_final(1, 2, {key: array * 0 + 77 for key, array in slab.tail.items()})
-    slab.truncated[1, 2] = True
-    batch = assemble(LAYOUT, [rollout(slab)])
-    assert batch["next", "done"].nonzero().tolist() == [[1, 2, 0]]
-    after = expected_next(slab, [], X)
-    after[1, 2] = 77
-    assert (batch[("next", *X)].numpy() == after).all()
-
-
 @pytest.mark.parametrize("finals", FINALS)
 def test_what_travels(finals: list[tuple[int, int]]) -> None:
     """Two tensors, little larger than the frames; each observation is sent once."""

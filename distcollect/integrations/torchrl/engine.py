@@ -23,8 +23,8 @@ from distcollect.errors import ArgumentError, EnvError
 from distcollect.integrations.torchrl.envs import TorchRLEnvs
 from distcollect.integrations.torchrl.policy import TensorDictPolicy
 from distcollect.integrations.torchrl.specs import layout_of
-from distcollect.rollout.slabs import FrameSlab
 from distcollect.rollout.spaces import Key
+from distcollect.rollout.tree_slab import FrameSlab
 
 # Frames are written to the slab when there are more: fewer would take longer, and many more would
 # need more memory than the CPU's caches have.
