@@ -183,16 +183,6 @@ def test_an_env_that_cannot_be_made_anew(again: Any, told: str) -> None:
     engine.close()  # no env is closed twice
 
 
-def test_a_whole_episode_starts_the_count_anew() -> None:
-    """One fault after each episode, without end."""
-    maker = Maker({1: [("step", 4)] * 20}, lengths=(3,))
-    engine = engine_of(maker, faults=1)
-    batch = collect(engine, 6)
-    check_row(batch[1], (3,))
-    assert engine.counter.env_faults == 11
-    assert all(env.closed for env in maker.made[1][:-1])
-
-
 @pytest.mark.parametrize(("fails", "length"), [(("reset", 2), 3), (("step", 2), 1)])
 def test_an_episode_in_the_very_step_of_a_fault_counts(fails: tuple[str, int], length: int) -> None:
     """It ended just before the fault, or ends with the new env's first step."""
@@ -201,19 +191,21 @@ def test_an_episode_in_the_very_step_of_a_fault_counts(fails: tuple[str, int], l
     assert engine.counter.env_faults > 1
 
 
-def test_without_an_episode_the_count_goes_on() -> None:
-    engine = engine_of(Maker({1: [("step", 4)] * 20}, lengths=(5,)), faults=1)
-    with pytest.raises(dc.EnvError, match="replaced 1 times"):
-        collect(engine, 2)
-
-
-def test_many_frames_start_the_count_anew() -> None:
-    engine = engine_of(Maker({1: [("step", 1001)] * 3}, lengths=(5000,)), faults=1)
-    assert collect(engine, 17, 150)["collector", "faulted"].sum() == 2
-    assert engine.counter.env_faults == 2
-    engine = engine_of(Maker({1: [("step", 999)] * 3}, lengths=(5000,)), faults=1)
-    with pytest.raises(dc.EnvError, match="replaced 1 times"):
-        collect(engine, 17, 150)
+@pytest.mark.parametrize(
+    ("at", "length", "goes_on"),
+    [(4, 3, True), (4, 5, False), (1001, 5000, True), (999, 5000, False)],
+)
+def test_whole_episodes_and_many_frames_start_the_count_anew(
+    at: int, length: int, goes_on: bool
+) -> None:
+    engine = engine_of(Maker({1: [("step", at)] * 9}, (length,)), faults=1)
+    steps = 3 * at
+    if goes_on:
+        collect(engine, 1, steps)
+        assert engine.counter.env_faults > 1
+    else:
+        with pytest.raises(dc.EnvError, match="replaced 1 times"):
+            collect(engine, 1, steps)
 
 
 def test_a_trial_that_raises_is_told_at_once() -> None:

@@ -124,7 +124,7 @@ def test_rollouts_that_travelled_in_different_forms(layout: Layout) -> None:
             slab.add_final(row, step, {key: end_of(slab, key, step) for key in slab.tail})
         header = Header(index, 0, 0, N * T, T, 0, (0, 0), wire_form=slab.wire_form)
         # A trainer on the same host maps what is shared: here this process has that memory itself.
-        rollouts.append(Rollout(header, [slab.tensors()[0], *slab._memory[1:]]))
+        rollouts.append(Rollout(header, slab.tensors(mapped=False)))
     batch = assemble(layout, rollouts, shape=(5, N, T))
     alone = torch.stack([assemble(layout, [each]) for each in rollouts])
     assert batch.shape == (5, N, T)
