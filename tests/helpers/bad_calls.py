@@ -170,6 +170,12 @@ ARGUMENTS: list[Row] = [
     (lambda: sync(trajs_per_batch=2, set_truncated=True), ARGUMENT, "set_truncated", "drop one"),
     (lambda: sync(traj_format="flat"), ARGUMENT, "traj_format='flat'", "'padded' or 'cat'"),
     (lambda: sync(traj_format="cat"), ARGUMENT, "traj_format='cat'", "add trajs_per_batch"),
+    (
+        lambda: sync(replay_buffer=Extends(), extend_buffer=False, postproc=print),
+        ARGUMENT,
+        "extend_buffer=False",
+        "postproc needs whole batches: leave out",
+    ),
     (lambda: sync(replay_buffer=5), KIND, "replay_buffer=5", r"extend\(frames\)"),
     (lambda: dc.RateLimited(5, 1.0), KIND, "=5", "extend"),
     (lambda: dc.RateLimited(Extends(), 0.0), ARGUMENT, "samples_per_insert=0.0", "above 0"),

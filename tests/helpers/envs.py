@@ -132,3 +132,13 @@ class Counting(gym.Env[np.ndarray, Any]):
 
     def told(self) -> int:
         return self.stepped
+
+
+class PidCartPole(gym.Wrapper[Any, Any, Any, Any]):
+    """CartPole that tells its process."""
+
+    def __init__(self) -> None:
+        super().__init__(gym.make("CartPole-v1"))
+
+    def pid(self) -> int:
+        return os.getpid()

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.judge_seeds import RandomEnv, RandomPolicy, differing
+from helpers.replay_buffers import KeepingBuffer
 from helpers.waiting import eventually
 from tensordict import TensorDict
 
@@ -51,16 +52,6 @@ SEEDINGS: dict[str, Seeding] = {
     "two": lambda collector: [collector.set_seed(seed) for seed in (4, 3)],
     "resumed": _resume,
 }
-
-
-class Buffer:
-    """A replay buffer that keeps what it is given."""
-
-    def __init__(self) -> None:
-        self.added: list[TensorDict] = []
-
-    def extend(self, data: TensorDict) -> None:
-        self.added.append(data)
 
 
 def disturbed() -> None:
@@ -113,7 +104,7 @@ def test_in_process_twice(name: str, num_envs: int) -> None:
 @pytest.mark.parametrize("num_envs", [1, 2])
 @pytest.mark.parametrize("name", SEEDINGS)
 def test_in_the_background(name: str, num_envs: int) -> None:
-    buffer = Buffer()
+    buffer = KeepingBuffer()
     total = T * num_envs * NUM_BATCHES + (RESUMED_FRAMES if name == "resumed" else 0)
     with made(
         dc.SyncDataCollector, num_envs, replay_buffer=buffer, total_frames=total

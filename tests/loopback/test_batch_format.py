@@ -236,10 +236,6 @@ def test_whole_trajectories_without_padding() -> None:
     assert [batch.shape for batch in batches] == [(6,)] * 3
     assert batches[0].names == ["time"]
     assert batches[0]["next", "done"].squeeze(-1).tolist() == [False, False, True] * 2
-    with pytest.raises(dc.ArgumentError, match="traj_format='flat': must be 'padded' or 'cat'"):
-        make(dc.SyncDataCollector, Maker(3), num_envs=1, traj_format="flat")
-    with pytest.raises(dc.ArgumentError, match="add trajs_per_batch"):
-        make(dc.SyncDataCollector, Maker(3), num_envs=1, traj_format="cat")
 
 
 @pytest.mark.parametrize(

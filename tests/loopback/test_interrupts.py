@@ -16,26 +16,15 @@ import torch
 from helpers.envs import Counting
 from helpers.interrupting import ALL_LINES, LineTracer, interrupted_at, sampled
 from helpers.loopback_pool import loopback_collector
+from helpers.policies import ShownWeight as Policy
+from helpers.replay_buffers import KeepingBuffer
 from helpers.waiting import eventually
 from tensordict import TensorDict
-from torch import nn
 
 import distcollect as dc
 
 # Of a call with more lines, so many are tried, unless all are to be.
 SAMPLE = None if os.environ.get(ALL_LINES) else 12
-
-
-class Policy(nn.Module):
-    """Writes its weight into each frame."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.value = nn.Parameter(torch.zeros(1))
-
-    def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        n = len(observation)
-        return torch.zeros(n, dtype=torch.int64), {"told": self.value.expand(n)}
 
 
 class User:
@@ -76,13 +65,13 @@ class User:
         versions = batch["collector", "policy_version"]
         # In this process the policy is shared: a change shows before it is published.
         if "num_workers" in self.kwargs:
-            assert torch.equal(batch["told"].flatten().long(), versions.flatten()), "torn weights"
+            assert torch.equal(batch["weight"].flatten().long(), versions.flatten()), "torn weights"
         return batch
 
     def publish(self, **kwargs: Any) -> None:
         # The weight is the version, also if the last call was interrupted before it had an effect.
         with torch.no_grad():
-            self.policy.value.fill_(self.collector.policy_version + 1)
+            self.policy.weight.fill_(self.collector.policy_version + 1)
         self.collector.update_policy_weights_(self.policy, **kwargs)
 
     def check(self) -> None:
@@ -187,22 +176,23 @@ def test_the_run_goes_on_after_an_interrupt_in_any_line(mode: str, operation: st
         user.end()
 
 
-class Buffer:
+class Buffer(KeepingBuffer):
     """A replay buffer that keeps all."""
 
-    def __init__(self) -> None:
-        self.batches: list[TensorDict] = []
-        self.frames: list[int] = []
-
-    def extend(self, data: TensorDict) -> None:
-        self.batches.append(data)
-        self.frames += (
-            1_000_000 * data["collector", "worker_id"] + data["next", "observation"][:, 0]
-        ).tolist()
+    @property
+    def frames(self) -> list[float]:
+        """Numbers of all frames."""
+        return [
+            number
+            for data in self.added
+            for number in (
+                1_000_000 * data["collector", "worker_id"] + data["next", "observation"][:, 0]
+            ).tolist()
+        ]
 
     def check(self) -> None:
         """It has each frame once; frames may be added meanwhile."""
-        frames = [*self.frames]
+        frames = self.frames
         assert len({*frames}) == len(frames), frames
 
 

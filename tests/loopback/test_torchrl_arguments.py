@@ -13,6 +13,7 @@ import torch
 from helpers.counting_envs import CountingMaker
 from helpers.envs import SamplingEnv
 from helpers.loopback_pool import loopback_collector
+from helpers.policies import ShownWeight as Policy
 from helpers.replay_buffers import KeepingBuffer
 from helpers.waiting import eventually
 from tensordict import TensorDict
@@ -23,18 +24,6 @@ import distcollect as dc
 from distcollect.transport import peer_ids
 
 T = 64
-
-
-class Policy(nn.Module):
-    """Chooses action 0; the batch shows its weight."""
-
-    def __init__(self, weight: float = 0.0) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor(weight))
-
-    def forward(self, observation: torch.Tensor) -> Any:
-        num_envs = len(observation)
-        return torch.zeros(num_envs, dtype=torch.int64), {"weight": self.weight.expand(num_envs)}
 
 
 # Workers unpickle functions by value: what these write to must be found by its module.
@@ -98,20 +87,6 @@ def test_hooks_can_be_set_later() -> None:
             collector.pre_collect_hook = partial(called, lock)
         assert collector.pre_collect_hook is None
     assert [call.shape for call in CALLS] == [(1, 2)] * 2
-
-
-def fails(*_: Any) -> None:
-    raise OSError("no paper")
-
-
-@pytest.mark.parametrize("name", ["init_fn", "pre_collect_hook", "post_collect_hook"])
-def test_an_error_in_a_hook_names_it(name: str) -> None:
-    settings: dict[str, Any] = {name: fails}
-    with (
-        pytest.raises(dc.PolicyError, match=f"{name} raised OSError: no paper"),
-        loopback_collector(SamplingEnv, num_workers=1, frames_per_batch=4, **settings) as collector,
-    ):
-        collector.next()
 
 
 def factory(weight: float) -> Callable[[], Policy]:
@@ -223,19 +198,6 @@ def test_a_buffer_gets_single_steps(name: str, cat_results: Any) -> None:
     assert torch.equal(rows[:, seen], frames["observation"][:, seen])
 
 
-@pytest.mark.parametrize("what", [{"postproc": print}, {"split_trajs": True}])
-def test_single_steps_and_what_needs_whole_batches(what: dict[str, Any]) -> None:
-    [name] = what
-    with pytest.raises(dc.ArgumentError, match=f"extend_buffer=False .* {name} needs whole"):
-        dc.SyncDataCollector(
-            SamplingEnv,
-            frames_per_batch=8,
-            replay_buffer=KeepingBuffer(),
-            extend_buffer=False,
-            **what,
-        )
-
-
 def test_frames_of_torchrls_envs_are_rounded_up() -> None:
     pytest.importorskip("torchrl", reason="the torchrl extra is not installed")
     from helpers.torchrl_envs import Counter  # noqa: PLC0415
@@ -249,40 +211,13 @@ def test_frames_of_torchrls_envs_are_rounded_up() -> None:
         assert len(collector) == 2
 
 
-def test_a_state_has_the_weights_of_each_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The ids of later tests begin as if no state had been loaded.
-    monkeypatch.setattr(peer_ids, "_identity", peer_ids.Identity("run"))
-    pytest.importorskip("torchrl", reason="the torchrl extra is not installed")
-    from helpers import torchrl_envs as zoo  # noqa: PLC0415
-
-    sizes = {"num_workers": 2, "sync": True, "frames_per_batch": 8}
-    policy = Mod(nn.Linear(3, 1), in_keys=["observation"], out_keys=["action"])
-    with loopback_collector(zoo.pendulum, policy, **sizes) as collector:
-        collector.update_policy_weights_()
-        state = copy.deepcopy(collector.state_dict())
-    for name in ("worker0", "worker1"):
-        assert state[name]["policy_version"] == 1
-        for key, value in policy.state_dict().items():
-            assert torch.equal(state[name]["policy_state_dict"][key], value)
-    other = copy.deepcopy(policy)
-    for parameter in other.parameters():
-        parameter.data.zero_()
-    with loopback_collector(zoo.pendulum, other, **sizes) as collector:
-        collector.load_state_dict(state)
-        batch = collector.next()
-    assert (batch["collector", "policy_version"] == 1).all()
-    for key, value in policy.state_dict().items():
-        assert torch.equal(other.state_dict()[key], value)
-    with torch.no_grad():
-        expected = policy(batch.select("observation"))["action"]
-    assert torch.allclose(batch["action"], expected)
-
-
+@pytest.mark.parametrize("publishes", [True, False])
 @pytest.mark.parametrize("sync", [True, False])
-def test_a_state_whose_weights_were_not_published(
-    monkeypatch: pytest.MonkeyPatch, sync: bool
+def test_a_state_has_the_weights(
+    monkeypatch: pytest.MonkeyPatch, sync: bool, publishes: bool
 ) -> None:
-    """Loading them needs a version above the state's 0."""
+    """If they were not published, loading them needs a version above the state's 0."""
+    # The ids of later tests begin as if no state had been loaded.
     monkeypatch.setattr(peer_ids, "_identity", peer_ids.Identity("run"))
     pytest.importorskip("torchrl", reason="the torchrl extra is not installed")
     from helpers import torchrl_envs as zoo  # noqa: PLC0415
@@ -294,11 +229,17 @@ def test_a_state_whose_weights_were_not_published(
         parameter.data.zero_()
     with loopback_collector(zoo.pendulum, policy, **sizes) as collector:
         collector.set_seed(3)
+        if publishes:
+            collector.update_policy_weights_()
         state = copy.deepcopy(collector.state_dict())
+    for name in ("worker0", "worker1"):
+        assert state[name]["policy_version"] == publishes
+        for key, value in policy.state_dict().items():
+            assert torch.equal(state[name]["policy_state_dict"][key], value)
     with loopback_collector(zoo.pendulum, other, **sizes) as collector:
         collector.load_state_dict(state)
         version = collector.policy_version
-        assert version > 0
+        assert version == 1
         batch = collector.next()
         assert (batch["collector", "policy_version"] == version).all()
         with torch.no_grad():

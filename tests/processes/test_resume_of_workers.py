@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
-import gymnasium as gym
 import pytest
 import torch
+from helpers.envs import PidCartPole as Env
 from helpers.policies import ConstantPolicy
 from tensordict import TensorDictBase
 from torch import nn
@@ -65,16 +65,6 @@ def test_goes_on_with_another_number_of_workers(tmp_path: Path, before: int, aft
             second.update_policy_weights_(policy)
         assert batches == 2
         assert second.frames == 600
-
-
-class Env(gym.Wrapper[Any, Any, Any, Any]):
-    """CartPole that tells its process."""
-
-    def __init__(self) -> None:
-        super().__init__(gym.make("CartPole-v1"))
-
-    def pid(self) -> int:
-        return os.getpid()
 
 
 def block_of_worker_1(batch: TensorDictBase) -> set[int]:

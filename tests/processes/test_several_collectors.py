@@ -9,9 +9,9 @@ import subprocess
 import sys
 from typing import Any
 
-import gymnasium as gym
 import pytest
 import torch
+from helpers.envs import PidCartPole as Env
 from helpers.marked import Marked
 from helpers.paths import SCRIPTS
 from helpers.waiting import eventually
@@ -20,16 +20,6 @@ from torch import nn
 import distcollect as dc
 
 WAIT_S = 60
-
-
-class Env(gym.Wrapper[Any, Any, Any, Any]):
-    """CartPole that tells its process."""
-
-    def __init__(self) -> None:
-        super().__init__(gym.make("CartPole-v1"))
-
-    def pid(self) -> int:
-        return os.getpid()
 
 
 class Policy(nn.Module):
