@@ -71,21 +71,20 @@ class Background:
 
     def _collects_one(self) -> bool:
         """Collect a batch once that may be; return True if there is more to collect."""
-        while not self._stop_requested:
+        with self._changed:
+            self._changed.wait_for(lambda: self._stop_requested or not self._num_pauses)
+        if self._limit is not None:
+            self._limit.wait_to_insert(self._may_collect)
+        with self._changed:
+            self._is_collecting = self._may_collect()
+        if not self._is_collecting:
+            return not self._stop_requested  # else it was paused meanwhile
+        try:
+            return bool(self._collect())
+        finally:
             with self._changed:
-                self._changed.wait_for(lambda: self._stop_requested or not self._num_pauses)
-            if self._limit is not None:
-                self._limit.wait_to_insert(self._may_collect)
-            with self._changed:
-                self._is_collecting = self._may_collect()
-            if self._is_collecting:
-                try:
-                    return bool(self._collect())
-                finally:
-                    with self._changed:
-                        self._is_collecting = False
-                        self._changed.notify_all()
-        return False
+                self._is_collecting = False
+                self._changed.notify_all()
 
     def _may_collect(self) -> bool:
         return not (self._stop_requested or self._num_pauses)

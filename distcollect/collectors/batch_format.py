@@ -20,29 +20,18 @@ if TYPE_CHECKING:
 
 
 class BatchFormat:
-    """Gives batches the form that a collector's options ask for.
+    """Gives batches the form that a collector's options ask for."""
 
-    Attributes:
-        joins: how the rollouts of a sync batch are joined: 0 along their first dimension, -1 along
-            time, "stack" along a new first dimension.
-    """
-
-    def __init__(self, options: CollectorOptions, joins: int | str | None = 0) -> None:
-        """Read ``options``.
-
-        Raises:
-            ArgumentError: ``joins`` is none of the above.
-        """
-        if joins not in (0, -1, "stack") or isinstance(joins, bool):
-            raise ArgumentError(f"cat_results={joins!r}: use 0, -1 or 'stack'")
-        self.joins = joins
+    def __init__(self, options: CollectorOptions) -> None:
+        """Read ``options``."""
+        self._joins = options.joins
         self._options = options
         self._has_trajectories = bool(options.split_trajs) or options.trajs_per_batch is not None
 
     def _joins_at_once(self, layout: Layout) -> bool:
         """Return True if rollouts are assembled as they are joined."""
         is_changed = self._has_trajectories or self._options.set_truncated or layout.is_loose
-        return self.joins == 0 and not is_changed
+        return self._joins == 0 and not is_changed
 
     def shape(self, layout: Layout, rollouts: Sequence[Rollout]) -> tuple[int, ...] | None:
         """The shape in which a batch is assembled from W rollouts; None: as a loose layout has it.
@@ -73,7 +62,16 @@ class BatchFormat:
             return rows
         if layout.is_loose and rows.ndim == 2 and not self._options.squeeze:
             rows = rows.unsqueeze(1)
-        return joined(rows, self.joins)
+        if self._joins == "stack":
+            return rows
+        parts = list(rows.unbind(0))
+        batch: TensorDict = (
+            parts[0] if len(parts) == 1 else torch.cat(parts, -1 if self._joins == -1 else 0)
+        )
+        if self._joins == -1:
+            batch = _without_padding(batch)
+        batch.names = [*[None] * (batch.ndim - 1), "time"]
+        return batch
 
     def rollouts(self, batch: TensorDict, num_envs: int, num_rollouts: int) -> list[TensorDict]:
         """The rollouts ``[n, T]`` in a batch, or the batch itself if each is of a single env.
@@ -85,9 +83,9 @@ class BatchFormat:
         """
         if num_envs == 1 or num_rollouts == 1 or batch.ndim < 2:
             return [batch]
-        if self.joins == "stack":
+        if self._joins == "stack":
             return list(batch.unbind(0))
-        return list(batch.chunk(num_rollouts, 1 if self.joins == -1 else 0))
+        return list(batch.chunk(num_rollouts, 1 if self._joins == -1 else 0))
 
     def processed(self, batch: TensorDict) -> TensorDict:
         """The batch as it is delivered: with ``split_trajs`` and ``postproc`` applied.
@@ -114,17 +112,6 @@ class BatchFormat:
                 f"postproc returned {type(result).__name__}: it must return a TensorDict"
             )
         return result
-
-
-def joined(rollouts: TensorDict, how: int | str | None) -> TensorDict:
-    """Join rollouts ``[W, *dims, T]``, see ``cat_results``; along time without padding."""
-    if how == "stack":
-        return rollouts
-    parts = list(rollouts.unbind(0))
-    batch: TensorDict = parts[0] if len(parts) == 1 else torch.cat(parts, -1 if how == -1 else 0)
-    batch = _without_padding(batch) if how == -1 else batch
-    batch.names = [*[None] * (batch.ndim - 1), "time"]
-    return batch
 
 
 @dataclass
@@ -161,7 +148,7 @@ class WholeTrajectories:
         self._pads = pads
         self._num_per_batch = num_per_batch
         self._workers: dict[int, _Unfinished] = {}  # by worker_id
-        self._whole: list[list[TensorDict]] = []
+        self._whole: list[list[TensorDict]] = []  # the parts of each
 
     @property
     def num_whole(self) -> int:
@@ -338,7 +325,7 @@ def _truncate_last(rows: TensorDict, *, even_terminated: bool) -> None:
     last = is_real.sum(-1) - 1
     any_real = last >= 0
     at = (*any_real.nonzero(as_tuple=True), last[any_real])
-    parents = [_parent(key) for key in _flags(step, "truncated")]
+    parents = [key[:-1] for key in _flags(step, "truncated")]
     if not parents:
         raise ArgumentError(
             "set_truncated: the env has no entry 'truncated'; its method add_truncated_keys() adds "
@@ -359,7 +346,3 @@ def _flags(step: TensorDict, name: str) -> list[tuple[str, ...]]:
     """The keys of all flags of this name, of the whole env or of parts of it."""
     keys = step.keys(include_nested=True, leaves_only=True)
     return [key for key in map(as_key, keys) if key[-1] == name]
-
-
-def _parent(key: tuple[str, ...]) -> tuple[str, ...]:
-    return key[:-1]

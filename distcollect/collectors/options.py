@@ -154,11 +154,14 @@ class CollectorOptions:
     @cached_property
     def batch_format(self) -> BatchFormat:
         """The form of a batch."""
-        return BatchFormat(self, self.joins)
+        return BatchFormat(self)
 
     @property
-    def joins(self) -> int | str | None:
-        """The way in which the rollouts of a batch are joined, see ``cat_results``."""
+    def joins(self) -> int | str:
+        """Where the rollouts of a batch are joined.
+
+        0: along their first dimension, -1: along time, "stack": along a new first dimension.
+        """
         return 0
 
     def rounded_total_frames(self, frames_per_batch: int) -> int:

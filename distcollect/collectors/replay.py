@@ -34,17 +34,16 @@ class ReplayBuffer(Protocol):
         """
 
 
-def check_replay_buffer(given: object) -> ReplayBuffer | None:
-    """``given``, if it is a replay buffer or None.
+def check_replay_buffer(given: object) -> None:
+    """Check that ``given`` is a replay buffer or None.
 
     Raises:
         ArgumentTypeError: it has no method ``extend``.
     """
-    if given is None or isinstance(given, ReplayBuffer):
-        return given
-    raise ArgumentTypeError(
-        f"replay_buffer={given!r}: must have a method extend(frames), as TorchRL's buffers do"
-    )
+    if given is not None and not isinstance(given, ReplayBuffer):
+        raise ArgumentTypeError(
+            f"replay_buffer={given!r}: must have a method extend(frames), as TorchRL's buffers do"
+        )
 
 
 def frames_for(

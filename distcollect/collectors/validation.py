@@ -59,6 +59,7 @@ _VALUES: _Rules = {
     "init_random_frames": (lambda v: _is_whole(v) and v >= 0, "a whole number, 0 or more"),
     "preemptive_threshold": (lambda value: 0 <= value <= 1, "at least 0 and at most 1"),
     "batch_deadline_s": (lambda value: value > 0, "above 0"),
+    "cat_results": (lambda v: v == "stack" or (_is_whole(v) and v in (0, -1)), "0, -1 or 'stack'"),
     "traj_format": (lambda value: value in ("padded", "cat"), "'padded' or 'cat'"),
 }
 _COUNTS = {

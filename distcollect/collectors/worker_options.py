@@ -122,8 +122,8 @@ class WorkerOptions(CollectorOptions):
             )
 
     @property
-    def joins(self) -> int | str | None:
-        return self.cat_results
+    def joins(self) -> int | str:
+        return 0 if self.cat_results is None else self.cat_results
 
     @cached_property
     def num_to_start(self) -> int:
@@ -240,7 +240,7 @@ class MultiSyncOptions(WorkerOptions):
     cat_results: int | str | None = "stack"
 
     @property
-    def joins(self) -> int | str | None:
+    def joins(self) -> int | str:
         return "stack" if self.cat_results is None else self.cat_results
 
 
@@ -256,8 +256,8 @@ class MultiAsyncOptions(WorkerOptions):
     """
 
     @property
-    def joins(self) -> int | str | None:
-        return 0 if self.cat_results in (None, "stack") else self.cat_results
+    def joins(self) -> int | str:
+        return 0 if self.cat_results == "stack" else super().joins
 
 
 @dataclass(frozen=True, eq=False)

@@ -163,7 +163,7 @@ ARGUMENTS: list[Row] = [
     (lambda: rpc(create_env_fn=sys.stdout.write), ARGUMENT, "create_env_fn", "inside of it"),
     (lambda: sync(device="toaster"), ARGUMENT, "device='toaster'", "cpu"),
     (lambda: sync(exploration_type="wild"), ARGUMENT, "'wild'", "'deterministic'"),
-    (lambda: rpc(cat_results=3), ARGUMENT, "cat_results=3", "use 0, -1 or 'stack'"),
+    (lambda: rpc(cat_results=3), ARGUMENT, "cat_results=3", "must be 0, -1 or 'stack'"),
     (lambda: rpc(cat_results="stack"), ARGUMENT, "cat_results='stack'", "sync=True"),
     (lambda: sync(postproc=5), KIND, "postproc=5", "callable that takes a batch and returns one"),
     (lambda: sync(trajs_per_batch=2, split_trajs=True), ARGUMENT, "split_trajs and", "latter"),

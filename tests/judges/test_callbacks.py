@@ -39,7 +39,7 @@ KINDS = [StopIteration, KeyError, MemoryError, SystemExit, KeyboardInterrupt]
 ENDS = (SystemExit, KeyboardInterrupt)
 AT_START = {"env maker", "policy_factory", "init_fn"}
 OF_ENVS = {"step", "reset"}
-NAMED = {"init_fn", "pre_collect_hook", "post_collect_hook"}  # in the error
+NAMED = {"init_fn", "pre_collect_hook", "post_collect_hook"}  # in a worker's error
 OF_THE_TRAINER = {"postproc", "extend", "updater", "mapped weights"}
 IN_PROCESS = [
     "env maker", "reset", "step", "policy", "policy_factory", "postproc", "pre_collect_hook",
@@ -109,8 +109,8 @@ class Run:
                 isinstance(error, dc.DistCollectError) and kind.__name__ in str(error)
             )
             assert RAISED in str(error)
-            if isinstance(error, dc.DistCollectError) and self.name in NAMED:
-                assert self.name in str(error)
+            if in_worker and self.name in NAMED:
+                assert f"{self.name} raised" in str(error)
         if self.errors:
             return
         stats = self.collector.stats()
