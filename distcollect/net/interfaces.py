@@ -18,6 +18,7 @@ ALLOW_PUBLIC = "DISTCOLLECT_ALLOW_PUBLIC"
 _SIOCGIFCONF = 0x8912  # linux/sockios.h
 _IFREQ = struct.Struct("16s24s")
 _MAX_IPV4 = 1024
+_ANY_PORT = 9  # nothing is sent to it
 
 
 def interfaces() -> dict[str, list[str]]:
@@ -64,13 +65,13 @@ def same_address(one: str, other: str) -> bool:
     return first == second or (first.is_loopback and second.is_loopback)
 
 
-def route_to(host: str, port: int = 9) -> str:
+def route_to(host: str) -> str:
     """Return this host's address on the route to ``host``; nothing is sent.
 
     Raises:
         LaunchError: ``host`` has no address, or no route leads to it.
     """
-    return _route(host, port)[0]
+    return _route(host)[0]
 
 
 def address_towards(host: str) -> str | None:
@@ -78,14 +79,14 @@ def address_towards(host: str) -> str | None:
 
     A host's own name says nothing about its network: it often stands for 127.0.1.1.
     """
-    here, there = _route(host, 9)
+    here, there = _route(host)
     return None if here == there or _ip(here).is_loopback else here
 
 
 def own_address_of(name: str) -> str | None:
     """Return the address that this host's ``name`` stands for, if other hosts can reach it."""
     try:
-        found = socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)
+        found = socket.getaddrinfo(name, _ANY_PORT, type=socket.SOCK_DGRAM)
     except OSError:
         return None
     mine = {address for addresses in interfaces().values() for address in addresses}
@@ -93,10 +94,10 @@ def own_address_of(name: str) -> str | None:
     return next((a for a in usable if a in mine and not _ip(a).is_loopback), None)
 
 
-def _route(host: str, port: int) -> tuple[str, str]:
+def _route(host: str) -> tuple[str, str]:
     problem: OSError = OSError("no address")
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+        found = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)
     except OSError as error:
         found, problem = [], error
     for family, kind, proto, _, address in found:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from dataclasses import dataclass
 from typing import Any
 
 from distcollect.errors import WorkerLost
@@ -12,15 +13,12 @@ from distcollect.transport.protocol import Deliver
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False, slots=True)
 class PendingAnswer:
     """An answer of ``peer``; once it is there, ``deliver`` is called with it."""
 
-    __slots__ = ("deliver", "is_done", "peer")
-
-    def __init__(self, peer: int, deliver: Deliver) -> None:
-        self.peer = peer
-        self.deliver = deliver
-        self.is_done = False
+    peer: int
+    deliver: Deliver
 
 
 class PendingAnswers:
@@ -42,9 +40,8 @@ class PendingAnswers:
     ) -> None:
         """Complete ``answer`` with a value or an error, unless :meth:`fail` did already."""
         with self._changed:
-            if answer.is_done:
+            if answer not in self.open:
                 return
-            answer.is_done = True
             self.open.remove(answer)
             if not self.open:
                 self._changed.notify_all()

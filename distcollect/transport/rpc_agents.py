@@ -118,7 +118,7 @@ class RpcAgents:
         self.users: list[PendingAnswers] = []  # of the transports
         self._peers: set[AgentPeer] = set()
         # Agents that were replaced, until the calls that were open then are answered.
-        self._old: dict[Any, list[PendingAnswer]] = {}
+        self._old: dict[Any, set[PendingAnswer]] = {}
         self._agent: Any = None
         try:
             dist.autograd._init(_OWN_NUMBER)
@@ -137,8 +137,7 @@ class RpcAgents:
             keep_for_ever(native)
 
     def _start_agent(self) -> None:
-        self._num_enrolled = 0
-        self._num_removed = 0
+        self._num_enrolled = 0  # peers that the agent knows, and that it has known
         self._store = dist.HashStore()
         options = rpc.TensorPipeRpcBackendOptions(
             num_worker_threads=_NUM_THREADS,
@@ -150,7 +149,7 @@ class RpcAgents:
         with _listening_on(interface_of(self.address)):
             agent = rpc.TensorPipeAgent(self._store, name, _OWN_NUMBER, None, options, {}, [])
             if self._agent is not None:
-                self._old[self._agent] = [each for user in self.users for each in list(user.open)]
+                self._old[self._agent] = self._open()
                 rpc.api._reset_current_rpc_agent()
             self._agent = agent
             rpc.api._init_rpc_states(agent)  # starts it: now it looks for its address
@@ -170,7 +169,7 @@ class RpcAgents:
                     f"{len(self._peers)} processes are connected to this one, and torch's RPC "
                     "takes no more: use several trainers"
                 )
-            if self._num_removed >= _MAX_REMOVED or self._num_enrolled >= _MAX_NUMBER:
+            if self._num_enrolled >= min(len(self._peers) + _MAX_REMOVED, _MAX_NUMBER):
                 log.debug("another agent of torch's RPC replaces the present one")
                 self._start_agent()
                 for present in self._peers:
@@ -178,10 +177,13 @@ class RpcAgents:
             self._enroll(peer)
             self._peers.add(peer)
             for agent, pending in list(self._old.items()):
-                if all(answer.is_done for answer in pending):
+                if pending.isdisjoint(self._open()):
                     del self._old[agent]
                     run_aside(agent.shutdown)  # as it joins the agent's own threads
         return peer
+
+    def _open(self) -> set[PendingAnswer]:
+        return {answer for user in self.users for answer in list(user.open)}
 
     def _enroll(self, peer: AgentPeer) -> None:
         self._num_enrolled += 1
@@ -196,7 +198,6 @@ class RpcAgents:
             if peer not in self._peers:
                 return
             self._peers.remove(peer)
-            self._num_removed += 1
             if self._agent is None:
                 return
             if has_ended:
