@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from functools import partial
 from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
@@ -104,7 +103,7 @@ def serve_hand_over(sequence: int, key: str, keep_s: float) -> torch.futures.Fut
 
     def package(_: None) -> tuple[SentRRef, str]:
         service = cast("WorkerService", _service)
-        rref = _lend(partial(service.read_handover, key))
+        rref = _lend(key)
         service.handover_outcome(key).add_done_callback(lambda _: _take_back(rref))
         return rref, key
 
@@ -120,20 +119,14 @@ def serve_rollout(rref: SentRRef, key: str = "", mapped: bool = False) -> list[A
         mapped: of the same, say where the tensors lie.
     """
     service = cast("WorkerService", _service)
-    try:
-        return _read(service, rref, key, mapped)
-    except RolloutGone as error:
-        return Failure.of(error, service.worker_id)
-
-
-def _read(service: WorkerService, rref: SentRRef, key: str, mapped: bool) -> list[Any]:
-    found = _take_back(rref)
+    tensors = _take_back(rref)
+    gone = RolloutGone("its memory has been used again")
     if key:
-        # Without its RRef the service says why it is gone.
-        return cast("list[Any]", (found or partial(service.read_handover, key))(mapped))
-    if found is None:
-        raise RolloutGone("its memory has been used again")
-    return cast("list[Any]", found)
+        try:
+            tensors = service.read_handover(key, mapped)
+        except RolloutGone as error:
+            tensors, gone = None, error
+    return Failure.of(gone, service.worker_id) if tensors is None else cast("list[Any]", tensors)
 
 
 def _lend(value: Any) -> SentRRef:
