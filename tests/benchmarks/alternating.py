@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
@@ -26,10 +26,7 @@ def run_beside_bare(seconds: float, *, name: str) -> Values:
     torch.set_num_threads(1)
     bare = bare_loop(WORKLOADS[name])
     with dc.SyncDataCollector(**arguments(WORKLOADS[name])) as collector:
-        ratio, pairs = ratio_of_pairs(
-            bare.rollout, collector.next, seconds, clock=time.perf_counter
-        )
-    return {"speed_ratio": ratio, "pairs": pairs}
+        return in_turn(bare.rollout, collector.next, seconds, speed=time.perf_counter)
 
 
 def run_seeded(seconds: float, *, name: str) -> Values:
@@ -39,10 +36,8 @@ def run_seeded(seconds: float, *, name: str) -> Values:
     given = arguments(WORKLOADS[name])
     with dc.SyncDataCollector(**given) as seeded, dc.SyncDataCollector(**given) as other:
         seeded.set_seed(1)
-        ratios, pairs = ratios_of_pairs(
-            seeded.next, other.next, seconds, [time.perf_counter, time.process_time]
-        )
-    return {"time_ratio": ratios[0], "cpu_ratio": ratios[1], "pairs": pairs}
+        clocks = {"time": time.perf_counter, "cpu": time.process_time}
+        return in_turn(seeded.next, other.next, seconds, **clocks)
 
 
 def run_ray(seconds: float, *, name: str) -> Values:
@@ -58,39 +53,27 @@ def run_ray(seconds: float, *, name: str) -> Values:
         dc.RPCDataCollector(**given) as local,
         dc.RayDataCollector(**given, ray_init_config=ray) as placed,
     ):
-        ratio, pairs = ratio_of_pairs(local.next, placed.next, seconds, clock=time.perf_counter)
-    return {"speed_ratio": ratio, "pairs": pairs}
+        return in_turn(local.next, placed.next, seconds, speed=time.perf_counter)
 
 
-def ratio_of_pairs(
+def in_turn(
     one: Callable[[], object],
     other: Callable[[], object],
     seconds: float,
-    clock: Callable[[], float],
-) -> tuple[float, float]:
-    """The same as :func:`ratios_of_pairs`, by one clock."""
-    [ratio], pairs = ratios_of_pairs(one, other, seconds, [clock])
-    return ratio, pairs
-
-
-def ratios_of_pairs(
-    one: Callable[[], object],
-    other: Callable[[], object],
-    seconds: float,
-    clocks: Sequence[Callable[[], float]],
-) -> tuple[list[float], float]:
-    """The duration of ``one`` over that of ``other``, by each clock.
+    **clocks: Callable[[], float],
+) -> Values:
+    """Call both in turn, and compare their durations by each clock.
 
     Returns:
-        For each clock the median over pairs, and the number of pairs. The first quarter is a
-        warm-up and is left out.
+        For each clock, as "cpu_ratio", the median over pairs of the duration of ``one`` over that
+        of ``other``; and the number of "pairs". The first quarter is a warm-up and is left out.
     """
     ratios: list[list[float]] = []
 
     def timed(work: Callable[[], object]) -> list[float]:
-        begin = [clock() for clock in clocks]
+        begin = [clock() for clock in clocks.values()]
         work()
-        return [clock() - since for clock, since in zip(clocks, begin, strict=True)]
+        return [clock() - since for clock, since in zip(clocks.values(), begin, strict=True)]
 
     end = time.monotonic() + 1.4 * seconds
     while time.monotonic() < end or len(ratios) < _FEWEST_PAIRS:
@@ -100,4 +83,6 @@ def ratios_of_pairs(
             below, above = timed(other), timed(one)
         ratios.append([x / y for x, y in zip(above, below, strict=True)])
     del ratios[: len(ratios) // 4]
-    return [statistics.median(column) for column in zip(*ratios, strict=True)], float(len(ratios))
+    medians = map(statistics.median, zip(*ratios, strict=True))
+    found = {f"{clock}_ratio": median for clock, median in zip(clocks, medians, strict=True)}
+    return {**found, "pairs": float(len(ratios))}

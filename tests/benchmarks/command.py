@@ -10,14 +10,14 @@ import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
+from functools import partial
 
 import torch
 
 import distcollect
 from benchmarks.items import ITEMS, Part
 from benchmarks.runner import Outcome, run_item
-from distcollect.commands.argtypes import above_0, count
+from distcollect.commands.argtypes import above_0, count, declare, writable
 from distcollect.common.tables import text_table
 from distcollect.errors import ArgumentError
 
@@ -26,35 +26,26 @@ _REASON_WIDTH = 120
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    add = parser.add_argument
-    add("--workload", action="append", metavar="NAME", help="what to measure, see --list; can be "
-        "given several times (default: all)")  # fmt: skip
-    add("--part", action="append", metavar="NAME", help="which parts of it; can be given several "
-        "times (default: all)")  # fmt: skip
-    add("--repeats", type=count, default=3, help="number of repeats (default: %(default)d)")
-    add("--seconds", type=above_0, default=3.0, help="length of each window (default: %(default)g)")
-    add("--json", type=Path, metavar="FILE", help="write all figures to this file")
-    add("--list", action="store_true", help="list all that can be measured")
+    add = partial(declare, parser.add_argument)
+    add("--workload NAME", "what to measure, see --list; also several times", action="append")
+    add("--part NAME", "which parts of it (default: all); also several times", action="append")
+    add("--repeats N", "number of repeats", type=count, default=3)
+    add("--seconds S", "length of each window", type=above_0, default=3.0)
+    add("--json FILE", "write all figures to this file", type=writable)
+    add("--list", "list all that can be measured", action="store_true")
 
 
 def run(given: argparse.Namespace) -> int:
     """Measure and print tables; 1 if a measurement failed, as none does for a missing package.
 
     Raises:
-        ArgumentError: a name is unknown, or the file can't be written.
+        ArgumentError: a name is unknown.
     """
     if given.list:
         for name, item in ITEMS.items():
             print(f"{name:15}{item.about}\n{'':15}  {', '.join(item.parts)}")
         return 0
     selected = select(given.workload, given.part)
-    if given.json is not None:
-        try:
-            given.json.open("ab").close()
-        except OSError as error:
-            raise ArgumentError(
-                f"--json {given.json}: {error.strerror}; name a file in a folder that exists"
-            ) from error
     results: dict[str, dict[str, Outcome]] = {}
     for name, parts in selected.items():
         results[name] = run_item(

@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from benchmarks.alternating import ratio_of_pairs
+from benchmarks.alternating import in_turn
 from benchmarks.contenders import arguments
 from benchmarks.items import Values
 from benchmarks.workloads import WORKLOADS
@@ -52,5 +52,4 @@ def run_counting(seconds: float, *, name: str) -> Values:
     with SyncDataCollector(**given) as counting, SyncDataCollector(**given) as other:
         other._stats_recorder = _NoStatsRecorder()
         other._backend.engine.step_timer = _NoStepTimer(WORKLOADS[name].num_envs)
-        ratio, pairs = ratio_of_pairs(counting.next, other.next, seconds, clock=time.thread_time)
-    return {"cpu_ratio": ratio, "pairs": pairs}
+        return in_turn(counting.next, other.next, seconds, cpu=time.thread_time)

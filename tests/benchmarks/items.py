@@ -103,8 +103,6 @@ def _scaling() -> Iterator[tuple[str, Part]]:
 
 
 def _replay() -> Iterator[tuple[str, Part]]:
-    about = "CartPole-v1, 16 envs, 1 worker"
-    yield "thread", Part(about, "replay:run_thread", needs=_TORCHRL)
     for name in ("cartpole-16", "pixels"):
         for who, about in (
             ("trainer", "filled by the trainer's thread"),

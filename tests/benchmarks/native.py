@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import distcollect as dc
-from benchmarks.alternating import ratio_of_pairs
+from benchmarks.alternating import in_turn
 from benchmarks.contenders import counted
 from benchmarks.items import Values
 from benchmarks.uneven_pool import UnevenPool
@@ -67,8 +67,7 @@ def run_beside_loop(seconds: float, *, name: str) -> Values:
     num_frames = native.num_envs * native.num_steps
     bare = VectorLoop(native.make_env(), policy, native.num_steps)
     with _collector(dc.SyncDataCollector, native.make_env(), policy, num_frames) as ours:
-        ratio, pairs = ratio_of_pairs(bare.next, ours.next, seconds, time.perf_counter)
-    return {"speed_ratio": ratio, "pairs": pairs}
+        return in_turn(bare.next, ours.next, seconds, speed=time.perf_counter)
 
 
 def _collector(kind: Any, make_env: Any, policy: nn.Module, num_frames: int) -> Any:

@@ -11,7 +11,6 @@ import importlib
 import multiprocessing
 import os
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -23,36 +22,11 @@ from benchmarks.items import Values
 from benchmarks.peers import make_torchrl
 from benchmarks.windows import cpu_s
 from benchmarks.workloads import WORKLOADS
-from distcollect import MultiaSyncDataCollector, SyncDataCollector, aSyncDataCollector
+from distcollect import MultiaSyncDataCollector, SyncDataCollector
 
 _SIZES = {"cartpole-16": 20_000, "pixels": 2_048}  # of buffers, in frames
 _TIMEOUT_S = 60.0
-_THREAD = "distcollect-collect"  # the thread that start() starts
 _NUM_WORKERS = 2
-
-
-def run_thread(seconds: float) -> Values:
-    """Fill a replay buffer of TorchRL while the trainer sleeps; one worker.
-
-    Returns:
-        "frames_per_s" that arrive, and "core_share": CPU time of the thread that fills the buffer,
-        per second. It needs the interpreter's lock for at most this share of the time.
-    """
-    data = importlib.import_module("torchrl.data")
-    torch.set_num_threads(1)
-    workload = WORKLOADS["cartpole-16"]
-    buffer: Any = data.ReplayBuffer(storage=data.LazyTensorStorage(_SIZES["cartpole-16"]))
-    with aSyncDataCollector(**arguments(workload, replay_buffer=buffer)) as collector:
-        collector.start()
-        _await(lambda: buffer.write_count >= 2 * workload.rollout_frames)
-        thread = next(t for t in threading.enumerate() if t.name == _THREAD)
-        frames, cpu_s, begin = buffer.write_count, _cpu_of(thread), time.perf_counter()
-        time.sleep(seconds)
-        elapsed = time.perf_counter() - begin
-        return {
-            "frames_per_s": (buffer.write_count - frames) / elapsed,
-            "core_share": (_cpu_of(thread) - cpu_s) / elapsed,
-        }
 
 
 def run_by_trainer(seconds: float, name: str) -> Values:
@@ -143,8 +117,3 @@ def _await(condition: Callable[[], bool]) -> None:
         if time.monotonic() > deadline:
             raise RuntimeError(f"no frames arrived within {_TIMEOUT_S:g} s")
         time.sleep(0.01)
-
-
-def _cpu_of(thread: threading.Thread) -> float:
-    assert thread.ident is not None
-    return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))

@@ -19,7 +19,7 @@ from torch import nn
 from torchrl.collectors import Collector
 from torchrl.envs import GymEnv, ParallelEnv, SerialEnv
 
-from benchmarks.alternating import ratios_of_pairs
+from benchmarks.alternating import in_turn
 from benchmarks.items import Values
 from benchmarks.peers import ENDLESS
 from benchmarks.windows import cpu_s
@@ -81,12 +81,11 @@ def run_beside(seconds: float, *, name: str) -> Values:
     )
     ours = SyncDataCollector(kind.make_env(), kind.make_policy(), frames_per_batch=kind.num_frames)
     batches = iter(theirs)
-    (cpu, wall), pairs = ratios_of_pairs(
-        lambda: next(batches), ours.next, seconds, clocks=(cpu_s, time.perf_counter)
-    )
+    clocks = {"cpu": cpu_s, "speed": time.perf_counter}
+    found = in_turn(lambda: next(batches), ours.next, seconds, **clocks)
     ours.shutdown()
     theirs.shutdown()
-    return {"cpu_ratio": cpu, "speed_ratio": wall, "pairs": pairs}
+    return found
 
 
 def run_workers(seconds: float, *, torchrl: bool = False) -> Values:
