@@ -194,19 +194,14 @@ def test_its_links_lead_somewhere(name: str) -> None:
         ]
 
 
-def test_pages_of_contributing_exist() -> None:
-    """The entries of its table of where things are."""
-    for names in re.findall(r"^\| (`.*?) \|", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE):
-        for name in re.findall(r"`([\w/]+\.?\w*)`", names):
-            places = [ROOT / name, ROOT / "distcollect" / name]
-            assert any(place.exists() for place in places), name
-
-
 def test_contributing_names_what_is_there() -> None:
-    """Its modules, and the classes and functions that it names after them."""
+    """The packages of its table, its modules, and the names that it gives after them."""
     text = (ROOT / "CONTRIBUTING.md").read_text()
-    for module, names in re.findall(r"`([\w/]+\.py)`(?:: ((?:`[\w.]+`(?:, )?)+))?", text):
-        [place] = [p for p in (ROOT / module, ROOT / "distcollect" / module) if p.exists()]
+    table = "".join(re.findall(r"^\| (`.*?) \|", text, re.MULTILINE))
+    named = [(name, "") for name in re.findall(r"`([\w/]+\.?\w*)`", table)]
+    named += re.findall(r"`([\w/]+\.py)`(?:: ((?:`[\w.]+`(?:, )?)+))?", text)
+    for module, names in named:
+        place, *_ = [p for p in (ROOT / module, ROOT / "distcollect" / module) if p.exists()]
         for name in re.findall(r"\w+", names):
             assert re.search(rf"\b{name}\b", place.read_text()), (module, name)
 
@@ -259,14 +254,12 @@ def test_the_reference_has_all_public_names() -> None:
         assert written == linked
 
 
-def test_the_site_has_all_pages() -> None:
+def test_the_site_and_its_home_page_have_all_pages() -> None:
     nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
-    assert set(re.findall(r": (\w+\.md)$", nav, re.MULTILINE)) == PAGES.keys() - {"README.md"}
-
-
-def test_the_home_page_has_all_pages() -> None:
+    pages = PAGES.keys() - {"README.md"}
+    assert set(re.findall(r": (\w+\.md)$", nav, re.MULTILINE)) == pages
     linked = set(re.findall(r"\]\((\w+\.md)", PAGES["index.md"].read_text()))
-    assert linked == PAGES.keys() - {"README.md", "index.md"}
+    assert linked == pages - {"index.md"}
 
 
 def section(title: str) -> str:

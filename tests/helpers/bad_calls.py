@@ -260,6 +260,10 @@ ARGUMENTS: list[Row] = [
     (lambda: dc.Monitor(every_s=0), ARGUMENT, "every_s=0", "above 0"),
     (lambda: dc.Monitor(prometheus_port=70_000), ARGUMENT, "port=70000", "0 to 65535"),
     (lambda: dc.Monitor(callback=3), KIND, "callback=3", "callable"),  # type: ignore[arg-type]
+    *(
+        (lambda m=metrics: dc.Monitor(metrics=m), KIND, "metrics=", r"\{'success': \('next', 'suc")
+        for metrics in ("success", ["success"], {"success": "success"}, {"": ("x",)}, {"a": ()})
+    ),
     (lambda: sync(pre_collect_hook=5), KIND, "pre_collect_hook=5", "must be a function"),
     (lambda: monitored(run_dir=f"{__file__}/runs"), ARGUMENT, "Not a directory", "another folder"),
     (lambda: monitored(prometheus_port=PORT), ARGUMENT, f"={PORT}.*in use", "another port, or 0"),

@@ -10,7 +10,6 @@ from typing import Any
 import cloudpickle
 import gymnasium as gym
 import numpy as np
-import pytest
 import torch
 from helpers.loopback_pool import loopback_collector
 from torch import nn
@@ -77,9 +76,8 @@ def test_bound_by_the_envs_of_a_worker() -> None:
     assert collect(collector, num_batches=6) == "env"
 
 
-@pytest.mark.parametrize("sync", [True, False])
-def test_bound_by_the_trainer(sync: bool) -> None:
-    collector = loopback_collector(Env, Policy(), frames_per_batch=20, num_workers=1, sync=sync)
+def test_bound_by_the_trainer() -> None:
+    collector = loopback_collector(Env, Policy(), frames_per_batch=20, num_workers=1)
     assert collect(collector, num_batches=5, train_s=0.2) == "trainer"
 
 

@@ -13,7 +13,6 @@ import pytest
 from helpers.stats_files import STATS, WORKER, write
 from rich.console import Console
 
-import distcollect as dc
 from distcollect.commands.main import main
 from distcollect.commands.top import read_newest
 from distcollect.results import EnvFault, Stats
@@ -102,11 +101,3 @@ def test_top_reads_the_last_whole_line(tmp_path: Path, capsys: pytest.CaptureFix
     assert "Bound by the envs" in said
     write(tmp_path, replace(STATS, workers=dict.fromkeys(range(3000), WORKER)))
     assert len(read_newest(tmp_path)[0].workers) == 3000
-
-
-def test_top_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["top", str(tmp_path)]) == 2
-    assert "Monitor(run_dir=...)" in capsys.readouterr().err
-    write(tmp_path)
-    with pytest.raises(dc.ArgumentError, match="only just begun"):
-        read_newest(tmp_path)

@@ -78,41 +78,49 @@ def test_versions_that_differ() -> None:
     }
 
 
-def test_interfaces() -> None:
-    assert not found(FAR, variables={"NCCL_SOCKET_IFNAME": "=eth1"})
-    assert not found(
-        FAR, variables={"NCCL_SOCKET_IFNAME": "^docker0,lo", "TP_SOCKET_IFNAME": "eth0"}
-    )
-    finding = only(found(FAR, variables={"TP_SOCKET_IFNAME": "ib0"}))
-    assert finding.problem == "TP_SOCKET_IFNAME=ib0, but the host's interfaces are lo, eth0, eth1"
-    finding = only(found(FAR, address="fd00::2"))
-    assert "listens on 10.1.0.2, the first address of eth1" in finding.problem
-    assert only(found(FAR, address="10.9.9.9", interface="")).problem.endswith("address 10.9.9.9")
+TP, NCCL = "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 
-@pytest.mark.parametrize("own_name", [["127.0.1.1"], ["127.0.1.1", "::1"], []])
-def test_a_name_that_stands_for_the_host_alone(own_name: list[str]) -> None:
-    assert not found(FAR, own_name=own_name)
-    finding = only(found(FAR, 2, own_name=own_name))
-    assert f"'node2' resolves to {', '.join(own_name) or 'nothing'}" in finding.problem
-    for part in ("--local-addr=10.1.0.2", "is_host=1", "GLOO_SOCKET_IFNAME=eth1", "/etc/hosts"):
-        assert part in finding.remedy
+@pytest.mark.parametrize(
+    ("changed", "size", "says"),
+    [
+        # changes of FAR; numbers of hosts and of workers; a regular expression, or "" for nothing
+        ({"variables": {NCCL: "=eth1"}}, (1, 1), ""),
+        ({"variables": {NCCL: "^docker0,lo", TP: "eth0"}}, (1, 1), ""),
+        ({"variables": {TP: "ib0"}}, (1, 1), f"{TP}=ib0, but .* are lo, eth0, eth1.*unset {TP}"),
+        ({"address": "fd00::2"}, (1, 1), "listens on 10.1.0.2, the first address of eth1"),
+        ({"address": "10.9.9.9", "interface": ""}, (1, 1), "has its address 10.9.9.9"),
+        # A name that stands for the host alone.
+        ({"own_name": ["127.0.1.1"]}, (1, 1), ""),
+        ({"own_name": []}, (2, 1), "'node2' resolves to nothing.*/etc/hosts"),
+        (
+            {"own_name": ["127.0.1.1", "::1"]},
+            (2, 1),
+            "'node2' resolves to 127.0.1.1, ::1.*--local-addr=10.1.0.2.*is_host=1.*IFNAME=eth1",
+        ),
+        ({"problems": {"memory": "no space"}}, (1, 1), "map: no space"),
+        ({"shm_bytes": 64 << 20}, (1, 1), "^/dev/shm has 64 MB free"),
+        ({"max_files": 1024}, (1, 1000), ""),  # a worker has one trainer
+        ({"rank": 0, "max_files": 1024}, (1, 1), ""),
+        ({"rank": 0, "max_files": -1}, (1, 1000), ""),
+        (
+            {"rank": 0, "max_files": 1024},
+            (1, 100),
+            r"1024 files open; with 100 worker\(s\) some 1856 are needed.*ulimit -Hn 4096",
+        ),
+    ],
+)
+def test_what_is_wrong(changed: dict[str, Any], size: tuple[int, int], says: str) -> None:
+    findings = found(FAR, *size, **{"shm_bytes": 1 << 30, **changed})
+    if says:
+        finding = only(findings)
+        assert re.search(says, f"{finding.problem} {finding.remedy}")
+    else:
+        assert not findings
 
 
-def test_memory() -> None:
-    first, second = found(FAR, problems={"memory": "no space"}, shm_bytes=64 << 20)
-    assert first.problem.endswith("no space")
-    assert second.problem.startswith("/dev/shm has 64 MB free")
+def test_memory_that_is_not_shared() -> None:
     assert "may not map" in only(link_to(replace(HERE, rank=1))).problem
-
-
-def test_files() -> None:
-    assert not found(HERE, max_files=1024)
-    assert not found(HERE, num_workers=1000, max_files=-1)
-    assert not found(FAR, num_workers=1000, max_files=1024)  # a worker has one trainer
-    finding = only(found(HERE, num_workers=100, max_files=1024))
-    assert "1024 files open; with 100 worker(s) some 1856 are needed" in finding.problem
-    assert "ulimit -Hn 4096" in finding.remedy
 
 
 def test_how_many_workers_a_host_can_serve() -> None:

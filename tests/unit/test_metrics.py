@@ -168,15 +168,6 @@ def test_entries_that_frames_do_not_have(metrics: Any, says: str) -> None:
         dc.SyncDataCollector("CartPole-v1", frames_per_batch=10, monitor=monitor)
 
 
-@pytest.mark.parametrize(
-    "metrics",
-    ["success", ["success"], {"success": "success"}, {"": ("x",)}, {"a": ()}, {1: ("x",)}],
-)
-def test_metrics_that_make_no_sense(metrics: Any) -> None:
-    with pytest.raises(dc.ArgumentTypeError, match=r"\{'success': \('next', 'success'\)\}"):
-        dc.Monitor(metrics=metrics)
-
-
 def test_the_summary_of_an_evaluation_has_those_that_count() -> None:
     played = Evaluation(
         returns=torch.tensor([1.0, 2.0], dtype=torch.float64),
