@@ -60,8 +60,8 @@ def find_bottleneck(stats: Stats) -> Bottleneck:
         for name, share in sorted(shares.items(), key=lambda item: -item[1])
         if share >= 0.005
     )
-    by = (_BOUND_IN_PROCESS if stats.in_process else _BOUND_BY)[bound]
-    sentence = f"Bound by {by} (of the time: {parts}). {_advice(bound, stats)} "
+    by, advice = _in_words(bound, stats)
+    sentence = f"Bound by {by} (of the time: {parts}). {advice} "
     rest = waits if bound not in ("env", "policy") else None
     sentence += _on_workers(more, stats, rest) + _on_lag(stats)
     if stats.elapsed_s < _BRIEF_S:
@@ -75,21 +75,6 @@ def _bound(shares: Mapping[str, float]) -> Bound:
     others: tuple[Bound, ...] = ("trainer", "network", "weights")
     largest = max(others, key=lambda name: shares[name])
     return collecting if shares["env"] + shares["policy"] >= shares[largest] else largest
-
-
-_BOUND_BY: dict[Bound, str] = {
-    "trainer": "the trainer's own work between two batches",
-    "env": "the envs",
-    "policy": "the policy's inference",
-    "network": "moving rollouts to the trainer",
-    "weights": "sending weights",
-}
-# For a collector that steps its envs itself.
-_BOUND_IN_PROCESS: dict[Bound, str] = {
-    **_BOUND_BY,
-    "network": "writing frames to memory and making batches of them",
-    "weights": "copying weights",
-}
 
 
 def _shares(stats: Stats) -> dict[str, float]:
@@ -150,23 +135,29 @@ def _more_workers(stats: Stats, waits: float) -> float:
     return math.inf if more > _MANY * num_workers else max(0, more)
 
 
-def _advice(bound: Bound, stats: Stats) -> str:
+def _in_words(bound: Bound, stats: Stats) -> tuple[str, str]:
+    """Return what takes the time, and what would help most."""
     match bound:
         case "network":
-            return _advice_on_network(stats)
+            by = "moving rollouts to the trainer"
+            if stats.in_process:
+                by = "writing frames to memory and making batches of them"
+            return by, _advice_on_network(stats)
         case "env":
-            return _advice_on_envs(stats)
+            return "the envs", _advice_on_envs(stats)
         case "trainer":
-            return "A faster training step helps most, or fewer of them for each batch."
+            advice = "A faster training step helps most, or fewer of them for each batch."
+            return "the trainer's own work between two batches", advice
         case "weights" if stats.in_process:
-            return "Publish less often, or train the collector's own policy, which needs no copy."
+            advice = "Publish less often, or train the collector's own policy, which needs no copy."
+            return "copying weights", advice
         case "weights":
-            return (
+            return "sending weights", (
                 "Publish less often or with wait=False, or send less: "
                 "WeightSync(wire_dtype='bfloat16'), changes_only, exclude."
             )
         case _:
-            return (
+            return "the policy's inference", (
                 "A smaller or compiled policy helps, a GPU for it (policy_device), or more envs "
                 "for each of its calls (envs_per_worker)."
             )

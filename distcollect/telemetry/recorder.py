@@ -85,11 +85,10 @@ class StatsRecorder:
         # Reentrant: garbage collection while it is held may close a collector.
         self._lock = threading.RLock()
         self._tallies: dict[int, _Tally] = {}
-        self._begun_at: int | None = None
-        self._ended_at: int | None = None
-        self._activity: Activity = "train"
+        self._activity: Activity | None = None  # before the first batch, and at the end
         self._since = 0
         self._spent: Counter[str] = Counter()
+        self._has_ended = False
         self._marks: deque[_Mark] = deque()
         # Of the last episodes of all workers.
         self._recent: deque[tuple[float, int]] = deque(maxlen=_RECENT_EPISODES)
@@ -116,7 +115,7 @@ class StatsRecorder:
         """The calling thread sends weights in this context; it may be any thread."""
         with self._lock:
             interrupted = self._activity if self._activity != "collect" else None
-            if interrupted is not None and self._begun_at is not None:
+            if interrupted is not None:
                 self._switch("weights")
         try:
             yield
@@ -128,28 +127,21 @@ class StatsRecorder:
     def end(self) -> None:
         """No more batches are requested. A second call does nothing."""
         with self._lock:
-            if self._ended_at is None:
-                if self._begun_at is not None:
-                    self._account()
-                self._ended_at = self._since
+            self._switch(None)
+            self._has_ended = True
 
-    def _switch(self, activity: Activity) -> None:
-        if self._ended_at is not None:
+    def _switch(self, activity: Activity | None) -> None:
+        """Count the time up to now for the present activity, if it changes."""
+        if self._has_ended or activity == self._activity:
             return
-        if self._begun_at is None:
-            self._begun_at = self._since = self._clock()
-            self._marks.append(_Mark(self._since, {}))
-        elif activity != self._activity:
-            self._account()
-        self._activity = activity
-
-    def _account(self) -> None:
-        """Count the time up to now for the present activity."""
         now = self._clock()
-        self._spent[self._activity] += now - self._since
-        if self._trace is not None:
-            self._trace.activity(self._activity, self._since, now)
-        self._since = now
+        if self._activity is None:
+            self._marks.append(_Mark(now, {}))
+        else:
+            self._spent[self._activity] += now - self._since
+            if self._trace is not None:
+                self._trace.activity(self._activity, self._since, now)
+        self._since, self._activity = now, activity
 
     # What comes from workers.
 
@@ -240,12 +232,11 @@ class StatsRecorder:
             ledger: what became of all frames; None: there is no ledger.
         """
         with self._lock:
-            now = self._clock() if self._ended_at is None else self._ended_at
+            now = self._since if self._has_ended else self._clock()
             spent = self._spent.copy()
-            begun_at = now if self._begun_at is None else self._begun_at
-            if self._begun_at is not None:
+            if self._activity is not None:
                 spent[self._activity] += now - self._since
-            elapsed_s = (now - begun_at) / 1e9
+            elapsed_s = spent.total() / 1e9
             fates = ledger.workers if ledger else {}
             rates = self._rates(now)
             every = self._new_tally()

@@ -175,18 +175,13 @@ class SavedFrames:
             _check_names(flat)
             frames = flat[:1].expand(self.num_frames).memmap_like(self.folder)
         problem = f"--out {self.folder}: no room for {self.num_frames:,} frames"
-        try:
-            with refusing(problem, "take fewer, or another disk"):
-                for path in sorted(self.folder.rglob("*.memmap")):
-                    file = os.open(path, os.O_RDWR)
-                    self._opened.callback(os.close, file)
-                    self._files.append(file)
-                    # Otherwise a write to the map would kill this process when the disk is full.
-                    os.posix_fallocate(file, 0, path.stat().st_size)
-        except ArgumentError:
-            if not self.frames:
-                self._discard()
-            raise
+        with refusing(problem, "take fewer, or another disk"):
+            for path in sorted(self.folder.rglob("*.memmap")):
+                file = os.open(path, os.O_RDWR)
+                self._opened.callback(os.close, file)
+                self._files.append(file)
+                # Otherwise a write to the map would kill this process when the disk is full.
+                os.posix_fallocate(file, 0, path.stat().st_size)
         return frames
 
     def record(self) -> None:
@@ -210,8 +205,10 @@ class SavedFrames:
         """Record all frames and close the folder; raises what :meth:`record` raises."""
         self._mapped = None
         with self._opened:
-            if self._files:
+            if self.frames and self._files:
                 self.record()
+            elif not self.frames:
+                self._discard()
 
 
 def _kinds(frames: TensorDict) -> dict[str, tuple[torch.Size, torch.dtype]]:
