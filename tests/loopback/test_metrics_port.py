@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import socket
-import struct
 import sys
-import threading
 import urllib.request
 
 import pytest
 
 import distcollect as dc
-from distcollect.results import Stats, WorkerStats
-from distcollect.telemetry.exporters import Prometheus
 
 
 def free_port() -> int:
@@ -34,27 +30,6 @@ def test_a_collector_that_could_not_be_made_gives_its_port_back() -> None:
         collector.next()
         assert b"distcollect_frames_total 4.0" in urllib.request.urlopen(url, timeout=20).read()
     assert held.value.__traceback__ is not None
-
-
-def test_who_asks_for_metrics_and_goes_away_is_no_news(capfd: pytest.CaptureFixture[str]) -> None:
-    asked = threading.Event()
-
-    def latest() -> Stats:
-        asked.set()
-        return Stats(workers=dict.fromkeys(range(20_000), WorkerStats()))
-
-    server = Prometheus(0, latest)
-    try:
-        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
-            client.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
-            assert asked.wait(10)
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        for thread in threading.enumerate():
-            if "process_request_thread" in thread.name:
-                thread.join(20)
-    finally:
-        server.close()
-    assert capfd.readouterr().err == ""
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

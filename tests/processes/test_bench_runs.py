@@ -79,13 +79,3 @@ def test_a_comparison(tmp_path: Path, marked: Marked, capsys: pytest.CaptureFixt
     assert values["frames_per_s"] > 0
     assert "aSyncDataCollector" in capsys.readouterr().out
     assert marked.gone(), marked.left()
-
-
-def test_importing_the_package_imports_no_benchmark() -> None:
-    code = (
-        "import sys, distcollect.commands.main\n"
-        "unwanted = 'benchmarks', 'torchrl', 'stable_baselines3', 'distcollect.commands.bench'\n"
-        "print([name for name in sys.modules if name.startswith(unwanted)])"
-    )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, timeout=60)
-    assert out.stdout.strip() == b"[]"

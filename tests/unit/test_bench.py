@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -92,18 +91,6 @@ def test_a_window_counts_whole_batches_of_each_source_after_the_warm_up() -> Non
     assert frames_per_s(batches(), 20, clock=lambda: now) == pytest.approx(10 / 2 + 30 / 3)
     with pytest.raises(NotEnough):
         frames_per_s(iter([(0, 1)] * 5), 1.0)
-
-
-def test_a_window_excludes_the_warm_up() -> None:
-    now = 0.0
-
-    def batches():
-        nonlocal now
-        for number in count():
-            now += 10.0 if number < 4 else 1.0
-            yield 0, 7
-
-    assert frames_per_s(batches(), 20, clock=lambda: now) == 7.0
 
 
 def test_selection_of_what_is_compared(capsys: pytest.CaptureFixture[str]) -> None:

@@ -81,46 +81,36 @@ def test_versions_that_differ() -> None:
 TP, NCCL = "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 
-@pytest.mark.parametrize(
-    ("changed", "size", "says"),
-    [
-        # changes of FAR; numbers of hosts and of workers; a regular expression, or "" for nothing
-        ({"variables": {NCCL: "=eth1"}}, (1, 1), ""),
-        ({"variables": {NCCL: "^docker0,lo", TP: "eth0"}}, (1, 1), ""),
-        ({"variables": {TP: "ib0"}}, (1, 1), f"{TP}=ib0, but .* are lo, eth0, eth1.*unset {TP}"),
-        ({"address": "fd00::2"}, (1, 1), "listens on 10.1.0.2, the first address of eth1"),
-        ({"address": "10.9.9.9", "interface": ""}, (1, 1), "has its address 10.9.9.9"),
-        # A name that stands for the host alone.
-        ({"own_name": ["127.0.1.1"]}, (1, 1), ""),
-        ({"own_name": []}, (2, 1), "'node2' resolves to nothing.*/etc/hosts"),
-        (
-            {"own_name": ["127.0.1.1", "::1"]},
-            (2, 1),
-            "'node2' resolves to 127.0.1.1, ::1.*--local-addr=10.1.0.2.*is_host=1.*IFNAME=eth1",
-        ),
-        ({"problems": {"memory": "no space"}}, (1, 1), "map: no space"),
-        ({"shm_bytes": 64 << 20}, (1, 1), "^/dev/shm has 64 MB free"),
-        ({"max_files": 1024}, (1, 1000), ""),  # a worker has one trainer
-        ({"rank": 0, "max_files": 1024}, (1, 1), ""),
-        ({"rank": 0, "max_files": -1}, (1, 1000), ""),
-        (
-            {"rank": 0, "max_files": 1024},
-            (1, 100),
-            r"1024 files open; with 100 worker\(s\) some 1856 are needed.*ulimit -Hn 4096",
-        ),
-    ],
-)
-def test_what_is_wrong(changed: dict[str, Any], size: tuple[int, int], says: str) -> None:
-    findings = found(FAR, *size, **{"shm_bytes": 1 << 30, **changed})
-    if says:
-        finding = only(findings)
-        assert re.search(says, f"{finding.problem} {finding.remedy}")
-    else:
-        assert not findings
+WRONG: list[tuple[dict[str, Any], str]] = [
+    # changes of FAR, and of the numbers of hosts and workers; a regular expression
+    ({"variables": {TP: "ib0"}}, f"{TP}=ib0, but .* are lo, eth0, eth1.*unset {TP}"),
+    ({"address": "fd00::2"}, "listens on 10.1.0.2, the first address of eth1"),
+    ({"address": "10.9.9.9", "interface": ""}, "has its address 10.9.9.9"),
+    ({"num_hosts": 2, "own_name": []}, "'node2' .* nothing.*local-addr=10.1.0.2.*IFNAME=eth1"),
+    ({"num_hosts": 2, "own_name": ["127.0.1.1", "::1"]}, "to 127.0.1.1, ::1.*/etc/hosts.*is_host"),
+    ({"problems": {"memory": "no space"}}, "map: no space"),
+    ({"shm_bytes": 64 << 20}, "^/dev/shm has 64 MB free"),
+    ({"rank": 0, "max_files": 1024, "num_workers": 100}, "1024 files.*some 1856.*ulimit -Hn 4096"),
+]  # fmt: skip
+RIGHT: list[dict[str, Any]] = [
+    {"variables": {NCCL: "^docker0,lo", TP: "eth0"}},
+    {"variables": {NCCL: "=eth1"}},
+    {"own_name": ["127.0.1.1"]},  # on one host
+    {"max_files": 1024, "num_workers": 1000},  # a worker has one trainer
+    {"rank": 0, "max_files": 1024},
+    {"rank": 0, "max_files": -1, "num_workers": 1000},
+]
 
 
-def test_memory_that_is_not_shared() -> None:
-    assert "may not map" in only(link_to(replace(HERE, rank=1))).problem
+@pytest.mark.parametrize(("changed", "says"), WRONG)
+def test_what_is_wrong(changed: dict[str, Any], says: str) -> None:
+    finding = only(found(FAR, **{"shm_bytes": 1 << 30, **changed}))
+    assert re.search(says, f"{finding.problem} {finding.remedy}")
+
+
+@pytest.mark.parametrize("changed", RIGHT)
+def test_what_is_right(changed: dict[str, Any]) -> None:
+    assert not found(FAR, shm_bytes=1 << 30, **changed)
 
 
 def test_how_many_workers_a_host_can_serve() -> None:
@@ -178,7 +168,8 @@ def test_idle() -> None:
     assert re.search(r"uses \d\.\d\d of a core while it waits", finding.problem)
 
 
-def test_clocks() -> None:
+def test_links() -> None:
+    assert "may not map" in only(link_to(replace(HERE, rank=1))).problem
     # 100 s ahead; one message was delayed on its way there, one on its way back.
     assert skew([0.9, 0.001, 0.9], [100.4, 100.0, 99.6]) == 100.0
     ahead, behind = (only(link_to(FAR, skew_s)).problem for skew_s in (100.0, -2.0))
