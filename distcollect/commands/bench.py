@@ -17,7 +17,7 @@ import multiprocessing
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -171,8 +171,8 @@ def measure(
         }
         kind: Any = dc.SyncDataCollector
         if num_workers:
-            loops = LoopProcesses(make_env, make_policy, num_workers, num_envs, loop.num_steps)
-            bare = stack.enter_context(contextlib.closing(loops)).window
+            what = make_env, make_policy, num_workers, num_envs, loop.num_steps
+            bare = stack.enter_context(loop_processes(*what))
             kind = partial(dc.MultiaSyncDataCollector, num_workers=num_workers)
         collector = stack.enter_context(kind(make_env, **options))
 
@@ -311,51 +311,47 @@ class BareLoop:
             array[row] = part
 
 
-class LoopProcesses:
-    """Bare loops side by side, in a process each."""
+@contextlib.contextmanager
+def loop_processes(
+    make_env: Maker, make_policy: Maker | None, num_processes: int, num_envs: int, num_steps: int
+) -> Iterator[Window]:
+    """Start bare loops, in a process each; yield what lets all of them collect at once.
 
-    def __init__(
-        self,
-        make_env: Maker,
-        make_policy: Maker | None,
-        num_processes: int,
-        num_envs: int,
-        num_steps: int,
-    ) -> None:
-        made = cloudpickle.dumps(partial(BareLoop, make_env, make_policy, num_envs, num_steps))
-        context = multiprocessing.get_context("spawn")
-        self._pipes: list[Connection] = []
-        self._processes: list[SpawnProcess] = []
+    Raises:
+        LaunchError: a process ended or hangs.
+    """
+    made = cloudpickle.dumps(partial(BareLoop, make_env, make_policy, num_envs, num_steps))
+    context = multiprocessing.get_context("spawn")
+    loops: list[tuple[Connection, SpawnProcess]] = []
+
+    def answers(timeout_s: float) -> list[float]:
+        deadline = time.monotonic() + timeout_s
+        try:
+            for pipe, _ in loops:
+                if not pipe.poll(max(0.0, deadline - time.monotonic())):
+                    raise LaunchError(f"a bare loop did not answer within {timeout_s:g} s")
+            return [pipe.recv() for pipe, _ in loops]
+        except (EOFError, OSError) as error:
+            raise LaunchError("a process with a bare loop ended: its error is above") from error
+
+    def window(seconds: float) -> float:
+        for pipe, _ in loops:
+            pipe.send(seconds)
+        return sum(answers(seconds + _ANSWER_S))
+
+    try:
         for _ in range(num_processes):
             ours, theirs = context.Pipe()
             with theirs:
                 process = context.Process(target=_serve_loop, args=(theirs, made))
                 process.start()
-            self._pipes.append(ours)
-            self._processes.append(process)
-        self._answers(_ANSWER_S)
-
-    def window(self, seconds: float) -> float:
-        """Let all collect for ``seconds``; their frames/s together."""
-        for pipe in self._pipes:
-            pipe.send(seconds)
-        return sum(self._answers(seconds + _ANSWER_S))
-
-    def _answers(self, timeout_s: float) -> list[float]:
-        deadline = time.monotonic() + timeout_s
-        try:
-            for pipe in self._pipes:
-                if not pipe.poll(max(0.0, deadline - time.monotonic())):
-                    raise LaunchError(f"a bare loop did not answer within {timeout_s:g} s")
-            return [pipe.recv() for pipe in self._pipes]
-        except (EOFError, OSError) as error:
-            raise LaunchError("a process with a bare loop ended: its error is above") from error
-
-    def close(self) -> None:
-        """End the processes."""
-        for pipe in self._pipes:
+            loops.append((ours, process))
+        answers(_ANSWER_S)
+        yield window
+    finally:
+        for pipe, _ in loops:
             pipe.close()
-        for process in self._processes:
+        for _, process in loops:
             process.join(1.0)
             process.kill()
             process.join()

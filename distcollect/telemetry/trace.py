@@ -133,7 +133,7 @@ class Trace:
             raise ArgumentTypeError(f"trace={path!r}: must be the path of a file")
         remedy = "name a file in a folder that exists and that you may write to"
         with refusing(f"trace={str(path)!r} can't be written", remedy):
-            self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115 - see _finish
+            self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115 - see _end
         self._path = path
         self._left = max_events
         self._closed = False
@@ -287,12 +287,13 @@ class Trace:
         self._closed = True
         about = {"ph": "i", "s": "g", "name": reason, **self._ids(_TRAINER, BATCHES)}
         self._thread.put(partial(self._write, [{**about, "ts": self._newest_us}], "\n]\n"))
-        self._ended = self._thread.submit(self._finish, reason)
+        self._ended = self._thread.submit(self._file.close)
         self._thread.close()
-
-    # What runs on the thread that writes.
+        if reason == _FULL:
+            log.warning("the trace %s is full, and ends here; the run goes on", self._path)
 
     def _write(self, events: list[dict[str, Any]], rest: str = "") -> None:
+        """Write events, on the thread."""
         if self._file.closed:
             return
         lines = (json.dumps(event, separators=(",", ":")) for event in events)
@@ -305,8 +306,3 @@ class Trace:
             with contextlib.suppress(OSError):
                 self._file.close()
         self._separator = ",\n"
-
-    def _finish(self, reason: str) -> None:
-        self._file.close()
-        if reason == _FULL:
-            log.warning("the trace %s is full, and ends here; the run goes on", self._path)

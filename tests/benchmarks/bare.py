@@ -6,11 +6,9 @@ of W workers whose communication costs nothing.
 
 from __future__ import annotations
 
-import contextlib
-
 from benchmarks.items import Values
 from benchmarks.workloads import WORKLOADS, Workload
-from distcollect.commands.bench import BareLoop, LoopProcesses
+from distcollect.commands.bench import BareLoop, loop_processes
 
 
 def bare_loop(workload: Workload) -> BareLoop:
@@ -24,5 +22,5 @@ def run_bare(seconds: float, *, name: str, num_processes: int) -> Values:
     workload = WORKLOADS[name]
     makers = workload.make_env, workload.make_policy
     sizes = num_processes, workload.num_envs, workload.num_steps
-    with contextlib.closing(LoopProcesses(*makers, *sizes)) as loops:
-        return {"frames_per_s": loops.window(seconds)}
+    with loop_processes(*makers, *sizes) as window:
+        return {"frames_per_s": window(seconds)}
