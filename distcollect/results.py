@@ -82,15 +82,6 @@ class Lags:
         """The highest lag; 0 if there are no frames."""
         return max(self.frames, default=0)
 
-    def quantile(self, share: float) -> int:
-        """The smallest lag, in versions, that this share (0 to 1) of the frames does not exceed."""
-        missing = share * sum(self.frames.values())
-        for lag, count in self.frames.items():
-            missing -= count
-            if missing <= 0:
-                return lag
-        return self.max
-
 
 class LagStats(NamedTuple):
     """Lags of one batch's frames, in versions.
@@ -157,7 +148,24 @@ class EnvFault:
 
 
 @dataclass(frozen=True)
-class WorkerStats:
+class _Figures:
+    """What statistics of one worker and of all workers have in common."""
+
+    frames: int = 0
+    frames_per_s: float = 0.0
+    mean_frames_per_s: float = 0.0
+    lag: Lags = Lags()
+    times: WorkerTimes = WorkerTimes()
+    num_bytes: int = 0
+    num_ready: int = 0
+    num_restarts: int = 0
+    num_env_faults: int = 0
+    lost: Mapping[str, int] = field(default_factory=dict)
+    may_be_lost: int = 0
+
+
+@dataclass(frozen=True)
+class WorkerStats(_Figures):
     """Statistics of one worker: of all processes that have had its worker_id.
 
     Attributes:
@@ -178,23 +186,12 @@ class WorkerStats:
     """
 
     state: str = "ready"
-    frames: int = 0
-    frames_per_s: float = 0.0
-    mean_frames_per_s: float = 0.0
-    lag: Lags = Lags()
-    times: WorkerTimes = WorkerTimes()
-    num_bytes: int = 0
-    num_ready: int = 0
-    num_restarts: int = 0
-    num_env_faults: int = 0
     num_episodes: int = 0
-    lost: Mapping[str, int] = field(default_factory=dict)
-    may_be_lost: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Stats(dict[str, Any]):
+class Stats(_Figures, dict[str, Any]):
     """A snapshot of what a collector has done so far; ``collector.stats()`` makes one.
 
     It is also a dict of plain numbers and strings, with TorchRL's names for them: ``"frames"``,
@@ -238,26 +235,15 @@ class Stats(dict[str, Any]):
 
     collector: str = ""
     elapsed_s: float = 0.0
-    frames: int = 0
     resumed_frames: int = 0
     total_frames: int = -1
     delivered: int = 0
-    frames_per_s: float = 0.0
-    mean_frames_per_s: float = 0.0
     policy_version: int = 0
-    lag: Lags = Lags()
     episodes: EpisodeStats = EpisodeStats()
     evaluation: EpisodeStats = EpisodeStats()
     trainer: TrainerTimes = TrainerTimes()
-    times: WorkerTimes = WorkerTimes()
-    num_bytes: int = 0
-    num_ready: int = 0
     mean_ready: float = 0.0
-    num_restarts: int = 0
-    num_env_faults: int = 0
     env_faults: Sequence[EnvFault] = ()
-    lost: Mapping[str, int] = field(default_factory=dict)
-    may_be_lost: int = 0
     sync: bool = False
     in_process: bool = False
     has_weights: bool = False
@@ -268,11 +254,7 @@ class Stats(dict[str, Any]):
     frames_per_batch: int = 0
 
     def __post_init__(self) -> None:
-        entries: dict[str, Any] = {
-            name: value
-            for name, value in self.as_dict().items()
-            if value is None or isinstance(value, int | float | str)
-        }
+        entries = _single(self.as_dict())
         entries["batches"] = self.num_batches
         entries["requested_frames_per_batch"] = self.frames_per_batch
         if self.total_frames == -1:
@@ -289,8 +271,7 @@ class Stats(dict[str, Any]):
         return {
             f"worker_{worker_id}/{name}": value
             for worker_id, worker in self.workers.items()
-            for name, value in _plain(worker).items()
-            if value is None or isinstance(value, int | float | str)
+            for name, value in _single(_plain(worker)).items()
         }
 
     @property
@@ -331,6 +312,11 @@ def _read(default: Any, given: Any) -> Any:
         faults = given.get("env_faults", ())
         read["env_faults"] = tuple(_read(EnvFault(), fault) for fault in faults)
     return kind(**read)
+
+
+def _single(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries that are numbers, strings or None."""
+    return {n: v for n, v in entries.items() if v is None or isinstance(v, int | float | str)}
 
 
 def _plain(value: Any) -> Any:

@@ -183,8 +183,7 @@ def test_a_replaced_process_adds_to_its_worker() -> None:
 def test_lags() -> None:
     lags = Lags({0: 50, 1: 30, 4: 20})
     assert (lags.mean, lags.max) == (1.1, 4)
-    assert [lags.quantile(share) for share in (0.5, 0.51, 0.8, 0.95, 1.0)] == [0, 1, 1, 4, 4]
-    assert (Lags().mean, Lags().max, Lags().quantile(0.5)) == (0.0, 0, 0)
+    assert (Lags().mean, Lags().max) == (0.0, 0)
 
 
 def test_remaining_time() -> None:
