@@ -162,7 +162,7 @@ def measure(
     """Measure one size: a collector beside bare loops, in turn."""
     with contextlib.ExitStack() as stack:
         loop = stack.enter_context(contextlib.closing(BareLoop(make_env, make_policy, num_envs)))
-        bare = loop.window
+        bare: Window = loop.window
         options: dict[str, Any] = {
             "policy_factory": make_policy,
             "frames_per_batch": num_envs * loop.num_steps,
