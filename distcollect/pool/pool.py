@@ -80,10 +80,6 @@ class Delivery:
     rollouts: list[Rollout]
 
 
-def _wait(is_done: Callable[[], bool], timeout_s: float, wakeup: Wakeup) -> bool:
-    return wakeup.wait_until(is_done, timeout_s)
-
-
 class Pool:
     """Collects rollouts from workers, and sends weights before it requests rollouts.
 
@@ -102,7 +98,7 @@ class Pool:
         failure_sink: FailureSink,
         staleness: Staleness | None = None,
         stats_recorder: StatsRecorder | None = None,
-        wait: Callable[[Callable[[], bool], float, Wakeup], bool] = _wait,
+        wait: Callable[[Wakeup, Callable[[], bool], float], bool] = Wakeup.wait_until,
     ) -> None:
         """Collect what ``plan`` says from the workers that :meth:`join` names.
 
@@ -113,8 +109,7 @@ class Pool:
             failure_sink: is told of workers that failed, or that owe nothing more and may leave.
             staleness: which frames are too old, and what becomes of them.
             stats_recorder: what to count in; None: counts are not kept.
-            wait: by which the user's threads wait until something is so, for so many seconds at
-                most; the pool rings when it may be so. It returns whether it is so.
+            wait: by which the user's threads wait: as :meth:`.Wakeup.wait_until`.
         """
         self.version = 0
         self.on_weights: Callable[[int, int], None] = lambda *_: None
@@ -130,6 +125,7 @@ class Pool:
             self._stats_recorder,
             deliver=self._deliver,
             wake_user=self._wake_user,
+            fail=self.fail,
         )
         self._core = self._loop.core = PoolCore(
             plan, staleness, self._loop, lambda: secrets.token_hex(8), sender.acknowledged
@@ -148,11 +144,6 @@ class Pool:
         """The workers' ids in order, with those that are being replaced."""
         with self._lock:
             return self._core.slots.worker_ids
-
-    def has_slot(self, worker_id: int) -> bool:
-        """Whether a worker is there, or is being replaced."""
-        with self._lock:
-            return worker_id in self._core.slots
 
     @property
     def present(self) -> tuple[int, ...]:
@@ -268,7 +259,7 @@ class Pool:
         wakeup = Wakeup()
         self._waiting.append(wakeup)
         try:
-            self._wait(is_done, timeout_s, wakeup)
+            self._wait(wakeup, is_done, timeout_s)
         finally:
             self._waiting.remove(wakeup)
 
@@ -568,6 +559,6 @@ class Pool:
         if self._core.closed:
             return
         self._loop.do(self._core.closing)
-        self._wait_until(lambda: not self._core.requests.kept, _TAKE_BACK_S)
+        self._wait_until(lambda: not self._core.requests.among[RolloutState.KEPT], _TAKE_BACK_S)
         self._loop.do(self._core.close)
         self._sender.close()

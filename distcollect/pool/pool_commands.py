@@ -30,10 +30,13 @@ class Wanted(Enum):
 
 
 class PoolCommands(Protocol):
-    """Executes what the core of the pool decides; none of its methods raises an Exception."""
+    """Executes what the core of the pool decides.
 
-    def collect(self, requests: Sequence[RolloutRequest]) -> None:
-        """Request rollouts; each is answered by ``offered`` or ``not_collected``."""
+    If a call to a worker fails, that is answered by ``failed``.
+    """
+
+    def collect(self, request: RolloutRequest) -> None:
+        """Request a rollout; answered by ``offered``."""
 
     def preempt(self, request: RolloutRequest) -> None:
         """Tell a worker to end this rollout early."""
@@ -41,20 +44,17 @@ class PoolCommands(Protocol):
     def fetch(self, request: RolloutRequest, offer: Offer) -> None:
         """Move a rollout here; answered by ``fetched`` or ``not_fetched``."""
 
-    def decline(self, offer: Offer) -> None:
-        """Tell a worker that a rollout is not fetched, or not used."""
-
     def keep(self, request: RolloutRequest, keep_s: float) -> None:
-        """Have a worker keep a rollout for another trainer; answered by ``kept``, ``not_kept``."""
+        """Have a worker keep a rollout for another trainer.
 
-    def await_taken(self, request: RolloutRequest) -> None:
-        """Learn whether another trainer took a rollout; answered by ``taken`` or ``not_kept``."""
+        Answered by ``kept``, and then by ``kept_no_longer``.
+        """
 
     def take_back(self, request: RolloutRequest) -> None:
         """Tell a worker to keep a rollout no longer."""
 
     def set_up(self, slot: WorkerSlot, method: Callable[..., Any], args: Sequence[Any]) -> None:
-        """Call a method of a new worker's service; answered by ``set_up`` or ``not_set_up``."""
+        """Call a method of a new worker's service; answered by ``set_up``."""
 
     def report_failure(self, slot: WorkerSlot, error: BaseException, *, is_final: bool) -> None:
         """Tell the supervision that a worker failed at what it was asked for.
@@ -72,4 +72,4 @@ class PoolCommands(Protocol):
         """Give the user what it waits for: these requests, in the order of their arrival."""
 
     def wake_user(self) -> None:
-        """Wake the user's threads that wait for a worker, for setup calls, or for the end."""
+        """Wake the user's threads: what they wait for may have come."""

@@ -14,7 +14,6 @@ from math import ceil
 from typing import Any
 
 from distcollect.config import Staleness
-from distcollect.errors import WorkerLost
 from distcollect.pool.first_failures import FirstFailures
 from distcollect.pool.pool_commands import PoolCommands, Wanted
 from distcollect.pool.requests import Requests
@@ -47,7 +46,7 @@ class PoolCore:
     """Requests rollouts from workers, fetches them, and says when the user's batch is there.
 
     Attributes:
-        closed: events are ignored, but for the accounts of processes that ended.
+        closed: nothing is requested or delivered any more.
         wanted: what the user's thread waits for.
         slots: the worker processes.
         versions: which weights were sent to which worker.
@@ -117,7 +116,7 @@ class PoolCore:
         slot = self.slots.add(worker_id, incarnation, peer)
         self.requests.stale_frames.setdefault(worker_id, 0)
         self._setup_calls.joined(slot)
-        self._wake_if_serving(slot)
+        self._commands.wake_user()
         self._decide()
 
     def worker_leaving(self, worker_id: int, incarnation: int) -> None:
@@ -125,15 +124,17 @@ class PoolCore:
         slot = self.slots.find(worker_id, incarnation)
         if slot is not None and slot.is_staying:
             self.slots.become(slot, SlotState.LEAVING)
-            self._forget_setup(slot)
+            self._setup_calls.gone(slot)
+            self._commands.wake_user()
             self._decide()
 
     def worker_lost(self, worker_id: int, incarnation: int, *, replaced: bool) -> None:
         """A worker is gone; what it was to collect is requested from others."""
         slot = self.slots.remove(worker_id, incarnation, replaced=replaced)
         if slot is not None:
-            self._forget_setup(slot)
+            self._setup_calls.gone(slot)
             self.requests.vacate(slot)
+        self._commands.wake_user()
         # Also if it is only certain now that there is no replacement: its share waited for that.
         self._decide()
 
@@ -185,24 +186,13 @@ class PoolCore:
         return call
 
     def set_up(self, slot: WorkerSlot, error: BaseException | None = None) -> None:
-        """A worker has answered a setup call."""
-        if self._setup_calls.answered(slot, error):
-            self._commands.wake_user()
-        self._wake_if_serving(slot)
-        self._decide()
-
-    def _wake_if_serving(self, slot: WorkerSlot) -> None:
-        if slot.state is SlotState.SERVING:
-            self._commands.wake_user()  # it may need a worker, whichever comes
-
-    def not_set_up(self, slot: WorkerSlot, error: BaseException) -> None:
-        """A worker failed at a setup call: it may be half set up, and is replaced."""
-        self._failed(slot, error)
-        self.set_up(slot, error)
-
-    def _forget_setup(self, slot: WorkerSlot) -> None:
-        if self._setup_calls.gone(slot):
-            self._commands.wake_user()
+        """A worker has answered a setup call; if by an error, it may be half set up."""
+        self._setup_calls.answered(slot, error)
+        self._commands.wake_user()
+        if error is not None:
+            self.failed(slot, error)
+        else:
+            self._decide()
 
     # Events: answers about rollouts.
 
@@ -214,11 +204,6 @@ class PoolCore:
         self._setup_calls.go_on(request.slot)  # it may have waited for the end of the rollout
         self._decide()
 
-    def not_collected(self, request: RolloutRequest, error: BaseException) -> None:
-        """A worker failed to collect a rollout."""
-        self._failed(request.slot, error)
-        self._decide()
-
     def fetched(self, request: RolloutRequest, tensors: Tensors) -> None:
         """A rollout is here."""
         self.requests.fetched(request, tensors)
@@ -228,16 +213,14 @@ class PoolCore:
     def not_fetched(self, request: RolloutRequest, error: BaseException) -> None:
         """A rollout can't be fetched."""
         self.requests.not_fetched(request)
-        self._failed(request.slot, error)
-        self._decide()
+        self.failed(request.slot, error)
 
     def kept(self, request: RolloutRequest, held: Any) -> None:
         """A worker keeps a rollout for another trainer, which fetches it by ``held``."""
-        self.requests.keeps(request, held)
-        self._commands.await_taken(request)
+        request.held, request.is_held = held, True
         self._decide()
 
-    def taken(self, request: RolloutRequest, *, is_taken: bool) -> None:
+    def kept_no_longer(self, request: RolloutRequest, *, is_taken: bool) -> None:
         """Another trainer has taken a rollout, or no trainer will."""
         self.requests.keep_no_longer(request, None if is_taken else self._untaken)
         self._decide()
@@ -245,22 +228,21 @@ class PoolCore:
     def not_kept(self, request: RolloutRequest, error: BaseException) -> None:
         """A worker can't keep a rollout any more."""
         self.requests.keep_no_longer(request, "worker_lost")
-        self._failed(request.slot, error)
-        self._decide()
+        self.failed(request.slot, error)
 
-    def unreachable(self, slot: WorkerSlot, error: BaseException) -> None:
-        """A call to a worker was interrupted, so that its answer may never be seen."""
-        self._failed(slot, WorkerLost(f"a call to it was interrupted by {error!r}"))
-        self._decide()
+    def failed(self, slot: WorkerSlot, error: BaseException) -> None:
+        """A worker failed at what it was asked for.
 
-    def _failed(self, slot: WorkerSlot, error: BaseException) -> None:
-        """A worker is lost, or will be: what it owes is given up then."""
+        It is lost, or will be; what it owes is given up then.
+        """
         if not slot.is_gone:
             slot.failed = True
+            self.slots.leaving.discard(slot)  # it won't be let go, but lost
             self.slots.refresh(slot)
             collecting = set(self.slots.worker_ids) - self._plan.reserved
             is_final = self._first_failures.is_final(slot, error, collecting)
             self._commands.report_failure(slot, error, is_final=is_final)
+        self._decide()
 
     # Events: what the user wants.
 
@@ -305,7 +287,7 @@ class PoolCore:
                 continue
             # Nobody gets the reference to it, so that another one is to be collected.
             self.requests.ask_again()
-            if request.state is RolloutState.REFERRED:
+            if request.state is RolloutState.KEPT:
                 self._commands.take_back(request)
         if cause is not None:
             self._decide()
@@ -322,7 +304,7 @@ class PoolCore:
         """Learn which of the rollouts that other trainers may still take were taken."""
         self._is_closing = True
         self._untaken = "shut_down"
-        for request in self.requests.kept:
+        for request in self.requests.among[RolloutState.KEPT]:
             self._commands.take_back(request)
 
     def close(self) -> None:
@@ -355,7 +337,7 @@ class PoolCore:
             self._ask()
         if self.slots.leaving:
             self._let_go()
-        if self._is_closing and not self.requests.num_kept:
+        if self._is_closing and not self.requests.among[RolloutState.KEPT]:
             self._commands.wake_user()
         if wanted is not None and delivered:
             self._commands.deliver(wanted, delivered)  # at last: the user runs at once
@@ -386,7 +368,7 @@ class PoolCore:
     def _let_go(self) -> None:
         """Say which of the workers that are to leave owe nothing any more."""
         for slot in [slot for slot in self.slots.leaving if not slot.owes_rollouts]:
-            self.slots.become(slot, SlotState.DRAINED)
+            self.slots.leaving.remove(slot)
             self._commands.report_drained(slot)
 
     def _end_early_if_enough(self) -> None:
@@ -399,45 +381,43 @@ class PoolCore:
     def _ask(self) -> None:
         """Request rollouts from all workers that may be asked for one."""
         slots = self._scheduler.next_workers(is_awaited=self.wanted is not None)
-        if requests := [self.requests.request(slot) for slot in slots]:
-            self._commands.collect(requests)
-            if self._ends_early:
-                self.requests.preempt_all()
+        for request in [self.requests.request(slot) for slot in slots]:
+            self._commands.collect(request)
+        if self._ends_early:
+            self.requests.preempt_all()
 
     def _delivered(self, wanted: Wanted) -> list[RolloutRequest]:
         """The rollouts that the user waits for, which are the user's now; empty: not there yet."""
         requests = self.requests
+        here = requests.among[RolloutState.HERE]
+        delivered: list[RolloutRequest] = []
         if wanted is Wanted.ALL:
-            if len(requests.among[RolloutState.HERE]) < self._plan.num_rollouts:
-                return []
-            delivered = list(requests.among[RolloutState.HERE])
-        else:
-            is_reference = wanted is Wanted.REFERENCE
-            chosen = self._to_refer() if is_reference else self._scheduler.next_rollout()
-            if chosen is None:
-                return []
-            if chosen.state is RolloutState.READY and not is_reference:
+            if len(here) >= self._plan.num_rollouts:
+                delivered = list(here)
+        elif wanted is Wanted.REFERENCE:
+            if (chosen := self._to_refer()) is not None:
+                delivered = [chosen]
+        elif (chosen := self._scheduler.next_rollout()) is not None:
+            if chosen.state is RolloutState.READY:
                 requests.fetch(chosen)
-            if chosen.state not in (RolloutState.HERE, RolloutState.KEPT):
-                return []
-            delivered = [chosen]
+            elif chosen.state is RolloutState.HERE:
+                delivered = [chosen]
         for request in delivered:
             requests.deliver(request)
         return delivered
 
     def _to_refer(self) -> RolloutRequest | None:
-        """The rollout for another trainer, which its worker keeps or is told to keep now.
+        """The rollout for another trainer, once its worker keeps it, which it is told to now.
 
         One that is here is handed over only if there is no other.
         """
-        chosen, requests = self._chosen, self.requests
-        if chosen is not None and chosen.state in (RolloutState.KEEPING, RolloutState.KEPT):
-            return chosen
-        if ready := requests.among[RolloutState.READY]:
-            self._chosen = chosen = self._scheduler.first_of(ready)
-            if chosen is not None:
-                requests.keep(chosen, self._make_key(), self._keep_s)
-            return chosen
+        requests = self.requests
+        if self._chosen is None or self._chosen.state is not RolloutState.KEPT:
+            self._chosen = self._scheduler.first_of(requests.among[RolloutState.READY])
+            if self._chosen is not None:
+                requests.keep(self._chosen, self._make_key(), self._keep_s)
+        if self._chosen is not None:
+            return self._chosen if self._chosen.is_held else None
         here = requests.among[RolloutState.HERE]
         return None if requests.num_collecting else self._scheduler.first_of(here)
 
@@ -453,12 +433,12 @@ class PoolCore:
     @property
     def _behind(self) -> Iterator[WorkerSlot]:
         """The workers that collect, and don't have the newest weights sent to them."""
-        return (s for s in self.slots.able if not self.versions.is_up_to_date(s.worker_id))
+        return (s for s in self.slots.line if not self.versions.is_up_to_date(s.worker_id))
 
     @property
     def awaited(self) -> str:
         """The workers that the user waits for, in words."""
-        late = sorted(slot.worker_id for slot in self.slots.able if slot.owes_rollouts)
+        late = sorted(slot.worker_id for slot in self.slots.line if slot.owes_rollouts)
         behind = sorted(slot.worker_id for slot in self._behind if not slot.owes_rollouts)
         coming = sorted(self.slots.coming)
         parts = []
@@ -466,7 +446,7 @@ class PoolCore:
             parts.append(f"workers {late}")
         if behind and (self._plan.sync or not late):
             parts.append(f"workers {behind} to acknowledge the newest weights sent to them")
-        if num_kept := self.requests.num_kept:
+        if num_kept := len(self.requests.among[RolloutState.KEPT]):
             parts.append(f"other trainers to take {num_kept} rollout(s)")
         if coming:
             parts.append(f"workers {coming} to be replaced")

@@ -127,7 +127,8 @@ class Publisher:
 
     def _still_there(self, worker_ids: Collection[int]) -> list[int]:
         """Those of these workers that have not left, or been lost for good; each once."""
-        return [w for w in dict.fromkeys(worker_ids) if self._pool.has_slot(w)]
+        there = {*self._pool.worker_ids}
+        return [w for w in dict.fromkeys(worker_ids) if w in there]
 
     def _snapshot(self, weights: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
         flat = (

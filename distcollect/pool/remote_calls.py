@@ -114,7 +114,7 @@ class RemoteCalls:
                     answers[w] = self._pool.call(w, WorkerService.evaluate, part)
             # The workers keep that deadline too, and their own errors say more.
             ends = self._await("evaluate()", answers, known, limit_s, meanwhile)
-            known |= ends
+            known = {**known, **ends}
             lost += [f"worker {w}: {message_of(end.error)}" for w, end in ends.items()]
             parts += _answered(answers, ends, all_of_them=worker_ids is not None).values()
         return Evaluation.joined(parts)

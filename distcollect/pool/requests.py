@@ -1,7 +1,13 @@
 """Every rollout that was requested: where it is, and at its end what became of it.
 
 Pure bookkeeping. One function changes where a rollout is; all else (who collects, what waits for
-delivery, whose memory is free) follows from that.
+delivery, whose memory is free) follows from that::
+
+    COLLECTING ─▶ PREEMPTED ─▶ READY ─▶ FETCHING ─▶ HERE ─▶ DELIVERED
+        └───────────────────────▲ └──▶ KEPT ─────────────────▲
+
+A rollout that is being collected or fetched becomes UNWANTED if nobody is to get it, and from all
+of these states it may be GIVEN_UP.
 """
 
 from __future__ import annotations
@@ -28,20 +34,6 @@ from distcollect.rollout.layout import Tensors
 from distcollect.transport.protocol import CollectRequest, Offer
 
 _R = RolloutState
-_NEXT: dict[RolloutState, set[RolloutState]] = {
-    _R.COLLECTING: {_R.PREEMPTED, _R.READY, _R.UNWANTED, _R.GIVEN_UP},
-    _R.PREEMPTED: {_R.READY, _R.UNWANTED, _R.GIVEN_UP},
-    _R.READY: {_R.FETCHING, _R.KEEPING, _R.GIVEN_UP},
-    _R.FETCHING: {_R.HERE, _R.UNREACHABLE, _R.UNWANTED, _R.GIVEN_UP},
-    _R.UNREACHABLE: {_R.GIVEN_UP},
-    _R.HERE: {_R.DELIVERED, _R.GIVEN_UP},
-    _R.KEEPING: {_R.KEPT, _R.GIVEN_UP},
-    _R.KEPT: {_R.REFERRED, _R.GIVEN_UP},
-    _R.REFERRED: {_R.DELIVERED, _R.GIVEN_UP},
-    _R.UNWANTED: {_R.GIVEN_UP},
-    _R.DELIVERED: set(),
-    _R.GIVEN_UP: set(),
-}
 _SETTLED = (_R.DELIVERED, _R.GIVEN_UP)
 
 
@@ -53,7 +45,6 @@ class Requests:
         stale_frames: frames that were given up as too stale, by worker_id.
         frames_asked: frames of the rollouts that were requested, without those given up.
         num_requested: how many were requested in all.
-        num_open: of these, how many are neither delivered nor given up.
         num_batches: how many batches the user has asked for.
         before_batch: how many rollouts had been requested when it asked for the last one.
     """
@@ -78,9 +69,7 @@ class Requests:
         """
         self.stale_frames: dict[int, int] = {}
         self.frames_asked = 0
-        self.num_requested = self.num_open = 0
-        self.num_batches = 0
-        self.before_batch = 0
+        self.num_requested = self.num_batches = self.before_batch = 0
         self._plan = plan
         self._slots = slots
         self._versions = versions
@@ -95,9 +84,13 @@ class Requests:
         self._throughput: dict[int, WorkerThroughput] = {}
         # (worker_id, incarnation) of a process that is gone: frames of its unanswered requests.
         self._unaccounted: dict[tuple[int, int], int] = {}
-        self._last_sent: CollectRequest | None = None
 
     # Where rollouts are.
+
+    @property
+    def num_open(self) -> int:
+        """The number of rollouts that are neither delivered nor given up."""
+        return sum(map(len, self.among.values()))
 
     @property
     def num_collecting(self) -> int:
@@ -113,7 +106,7 @@ class Requests:
     @property
     def num_waiting(self) -> int:
         """The number of rollouts that wait for delivery."""
-        return self.num_fetched + len(self.among[_R.READY]) + len(self.among[_R.UNREACHABLE])
+        return self.num_fetched + len(self.among[_R.READY])
 
     @property
     def num_left(self) -> int:
@@ -122,38 +115,20 @@ class Requests:
             return 1 << 60
         return max(0, ceil((self._plan.num_frames - self.frames_asked) / self._plan.rollout_frames))
 
-    @property
-    def num_kept(self) -> int:
-        """The number of rollouts that other trainers may still take."""
-        among = self.among
-        return len(among[_R.KEEPING]) + len(among[_R.KEPT]) + len(among[_R.REFERRED])
-
-    @property
-    def kept(self) -> list[RolloutRequest]:
-        """The rollouts that other trainers may still take."""
-        return [r for state in (_R.KEEPING, _R.KEPT, _R.REFERRED) for r in self.among[state]]
-
     def waiting(self) -> Iterator[RolloutRequest]:
         """The rollouts that wait for delivery, in no order."""
         return chain(*[self.among[state] for state in WAITING])
 
     def _become(self, request: RolloutRequest, state: RolloutState) -> None:
-        """Change where a rollout is; RuntimeError if it can't get there from where it is."""
-        slot, before = request.slot, request.state
-        if state not in _NEXT[before]:
-            raise RuntimeError(
-                f"rollout {request.number} of worker {slot.worker_id}, incarnation "
-                f"{slot.incarnation}: it is {before.value} and can't become {state.value}"
-            )
+        """Change where a rollout is."""
+        del self.among[request.state][request]
         request.state = state
-        del self.among[before][request]
         if state in _SETTLED:
-            slot.rollouts.remove(request)
-            self.num_open -= 1
+            request.slot.rollouts.remove(request)
         else:
             self.among[state][request] = None
         if state is not _R.FETCHING:
-            self._slots.refresh(slot)
+            self._slots.refresh(request.slot)
 
     # From the request to the rollout.
 
@@ -164,14 +139,13 @@ class Requests:
 
     def request(self, slot: WorkerSlot) -> RolloutRequest:
         """A worker's next rollout is requested."""
-        random = self.frames_asked < self._plan.random_frames
-        number, slot.num_requests = slot.num_requests, slot.num_requests + 1
-        version = self._versions.acknowledged(slot.worker_id)
-        wire_request = self._wire_form(version, random=random)
-        request = RolloutRequest(slot.worker_id, version, slot, number, wire_request)
-        self.frames_asked += self._plan.rollout_frames
+        plan, version = self._plan, self._versions.acknowledged(slot.worker_id)
+        random = self.frames_asked < plan.random_frames
+        wire_request = CollectRequest(plan.num_steps, random, fresh=plan.sync, version=version)
+        request = RolloutRequest(slot.worker_id, version, slot, slot.num_requests, wire_request)
+        self.frames_asked += plan.rollout_frames
         self.num_requested += 1
-        self.num_open += 1
+        slot.num_requests += 1
         slot.last_request = self.num_requested
         slot.rollouts.append(request)
         self.among[request.state][request] = None
@@ -179,15 +153,6 @@ class Requests:
         if self._pacer is not None:
             self._pacer.ask(request)
         return request
-
-    def _wire_form(self, version: int, *, random: bool) -> CollectRequest:
-        """Return the message for a worker; most requests in a row are equal, and share one."""
-        last = self._last_sent
-        if last is None or last.version != version or last.random != random:
-            plan = self._plan
-            last = CollectRequest(plan.num_steps, random=random, fresh=plan.sync, version=version)
-            self._last_sent = last
-        return last
 
     def preempt_all(self) -> None:
         """End the rollouts that are still collected."""
@@ -199,7 +164,7 @@ class Requests:
         """It lies on its worker since ``now``, in nanoseconds."""
         slot, header, before = request.slot, offer.header, request.state
         if before is _R.GIVEN_UP:  # when its worker was lost
-            self._commands.decline(offer)
+            offer.decline()
             return
         self._ledger.announce(
             slot.worker_id,
@@ -250,31 +215,23 @@ class Requests:
         """It can't be fetched; it is given up when its worker is lost."""
         if request.state is _R.UNWANTED:
             self.give_up(request, "given_up")
-        elif request.state is _R.FETCHING:
-            self._become(request, _R.UNREACHABLE)
-            if request.slot.is_gone:
-                self.give_up(request, "worker_lost")
+        elif request.state is _R.FETCHING and request.slot.is_gone:
+            self.give_up(request, "worker_lost")
 
     def keep(self, request: RolloutRequest, key: str, keep_s: float) -> None:
         """Its worker is to keep it for whichever trainer shows this key."""
         assert request.offer is not None
-        request.key = key
-        self._become(request, _R.KEEPING)
-        self._commands.decline(request.offer)
-        self._commands.keep(request, keep_s)
-        request.offer = None
-
-    def keeps(self, request: RolloutRequest, held: object) -> None:
-        """Its worker keeps it; another trainer fetches it by ``held``."""
-        request.held = held
+        request.offer.decline()
+        request.key, request.offer = key, None
         self._become(request, _R.KEPT)
+        self._commands.keep(request, keep_s)
 
     # The end of a request.
 
     def deliver(self, request: RolloutRequest) -> None:
         """The user gets it; of one that is kept for other trainers, the reference."""
         if request.state is _R.KEPT:
-            self._become(request, _R.REFERRED)
+            request.is_referred = True
         else:
             self._become(request, _R.DELIVERED)
         if self._pacer is not None:
@@ -307,7 +264,6 @@ class Requests:
 
     def give_up(self, request: RolloutRequest, cause: str) -> None:
         """Nobody gets it; the frames that are known of it are lost by ``cause``."""
-        was_referred = request.state is _R.REFERRED
         self._become(request, _R.GIVEN_UP)
         header = request.header
         if header is not None:
@@ -315,9 +271,9 @@ class Requests:
             if cause == "stale":
                 self.stale_frames[request.worker_id] += header.num_frames
         if request.offer is not None:
-            self._commands.decline(request.offer)
+            request.offer.decline()
         request.offer = request.tensors = None
-        if was_referred:
+        if request.is_referred:
             return  # it was the user's
         self.ask_again()
         if self._pacer is not None:
@@ -326,7 +282,7 @@ class Requests:
     def is_stale(self, request: RolloutRequest, max_lag: int) -> bool:
         """Return True if it waits for delivery and lags more than ``max_lag``."""
         # One that is being fetched is looked at again when it is here.
-        if request.state not in (_R.READY, _R.HERE, _R.UNREACHABLE):
+        if request.state not in (_R.READY, _R.HERE):
             return False
         return self._versions.lag(request.worker_id, request.version) > max_lag
 
@@ -350,8 +306,9 @@ class Requests:
         """A worker is gone, and with it what is neither here nor on its way here."""
         self._note_unknown(slot)
         for request in list(slot.rollouts):
-            # Of those on their way, or kept, an answer will come, or fail.
-            if request.header is None or request.state in (_R.READY, _R.UNREACHABLE):
+            # Of others that are on their way, or kept, an answer will come, or fail.
+            is_lost = request.state is _R.FETCHING and slot.failed
+            if request.header is None or request.state is _R.READY or is_lost:
                 self.give_up(request, "worker_lost")
 
     def _note_unknown(self, slot: WorkerSlot) -> None:

@@ -77,7 +77,7 @@ class Scheduler:
         # needed to keep all workers busy.
         if requests.num_batches > 1:
             room += min(room, self._READY_AHEAD)
-        room -= requests.num_open - requests.num_kept
+        room -= requests.num_open - len(requests.among[RolloutState.KEPT])
         return min(room, requests.num_left) if room > 0 else 0
 
     def next_rollout(self) -> RolloutRequest | None:
@@ -124,7 +124,7 @@ class SyncScheduler(Scheduler):
         # A worker gets a second share only if there is no other worker for it.
         others = coming
         second: list[WorkerSlot] = []
-        for slot in self._slots.able:
+        for slot in self._slots.line:
             if slot.last_request <= requests.before_batch:
                 others += slot.is_staying
             elif self._may_collect(slot):
@@ -189,7 +189,7 @@ class InTurnScheduler(Scheduler):
         # Not before the user wants a batch: until then more weights may be published.
         if not is_awaited:
             return ()
-        idle = sorted(self._slots.idle, key=lambda slot: (slot.turn, slot.worker_id))
+        idle = sorted(self._slots.idle, key=attrgetter("place"))
         # If one were asked before another that waits for its weights, the order would depend on
         # when these arrive.
         ready = takewhile(lambda slot: self._versions.is_up_to_date(slot.worker_id), idle)
@@ -204,6 +204,6 @@ class InTurnScheduler(Scheduler):
             return None
         # If all is requested, a worker that has nothing to deliver won't have.
         needs_work = not self._requests.num_left
-        line = (slot for slot in self._slots.able if slot.rollouts or not needs_work)
+        line = (slot for slot in self._slots.line if slot.rollouts or not needs_work)
         first = next(line, None)
         return None if first is None else first.oldest_waiting

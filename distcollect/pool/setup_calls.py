@@ -58,13 +58,12 @@ class SetupCalls:
         Raises:
             Exception: what ``arguments`` raises; then nothing has changed.
         """
-        call = SetupCall(method, arguments, self._newest.get(method))
-        owed = [(slot, arguments(slot)) for slot in self._slots if slot.is_staying]
-        self._newest[method] = call
-        for slot, values in owed:
-            if method in slot.setup_calls:
-                slot.setup_calls.pop(method)[0].late.discard(slot)
-            call.late.add(slot)
+        owed = {slot: arguments(slot) for slot in self._slots if slot.is_staying}
+        before = self._newest.get(method)
+        call = self._newest[method] = SetupCall(method, arguments, before, set(owed))
+        if before is not None:
+            before.late = {slot for slot in before.late if slot.setup_call is before}
+        for slot, values in owed.items():
             slot.setup_calls[method] = call, values
             if slot.state is SlotState.SERVING:
                 self._slots.become(slot, SlotState.SETTING_UP)
@@ -88,35 +87,25 @@ class SetupCalls:
         slot.setup_call, values = slot.setup_calls.pop(method)
         self._commands.set_up(slot, method, values)
 
-    def answered(self, slot: WorkerSlot, error: BaseException | None = None) -> bool:
-        """A worker has answered its call; returns whether that was the last answer awaited."""
+    def answered(self, slot: WorkerSlot, error: BaseException | None = None) -> None:
+        """A worker has answered its call, or failed at it."""
         call, slot.setup_call = slot.setup_call, None
         if call is None:
-            return False
-        was_awaited = slot in call.late
-        call.late.discard(slot)
-        if was_awaited and error is not None and not isinstance(error, WorkerLost):
+            return
+        if slot in call.late and error is not None and not isinstance(error, WorkerLost):
             call.errors.append(error)
             # The caller gets the error. Workers that join later must not fail in the same way.
             if self._newest.get(call.method) is call:
-                self._restore(call)
+                del self._newest[call.method]
+                if call.before is not None:
+                    self._newest[call.method] = call.before
+        call.late.discard(slot)
         self.go_on(slot)
-        return was_awaited and not call.late
 
-    def _restore(self, call: SetupCall) -> None:
-        del self._newest[call.method]
-        if call.before is not None:
-            self._newest[call.method] = call.before
-
-    def gone(self, slot: WorkerSlot) -> bool:
-        """A worker is gone or leaves; returns whether an answer is awaited no longer."""
-        owed = [call for call, _ in slot.setup_calls.values()]
-        if slot.setup_call is not None:
-            owed.append(slot.setup_call)
+    def gone(self, slot: WorkerSlot) -> None:
+        """A worker is gone or leaves: its answers are awaited no longer."""
+        for call in (slot.setup_call, *(call for call, _ in slot.setup_calls.values())):
+            if call is not None:
+                call.late.discard(slot)
         slot.setup_calls.clear()
         slot.setup_call = None
-        was_last = False
-        for call in owed:
-            was_last |= call.late == {slot}
-            call.late.discard(slot)
-        return was_last

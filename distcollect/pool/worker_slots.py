@@ -5,11 +5,12 @@ Pure: no clock, no thread, no socket.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import insort
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from distcollect.pool.staleness import StalenessTicket
@@ -70,14 +71,12 @@ class SlotState(Enum):
         SETTING_UP: nothing yet: it has not answered all setup calls.
         SERVING: rollouts.
         LEAVING: nothing more; the trainer still takes the rollouts that it has.
-        DRAINED: nothing more; the trainer has taken all its rollouts and has said so.
         GONE: it answers nothing more.
     """
 
     SETTING_UP = "setting up"
     SERVING = "serving"
     LEAVING = "leaving"
-    DRAINED = "drained"
     GONE = "gone"
 
 
@@ -88,12 +87,10 @@ class RolloutState(Enum):
         COLLECTING: its worker collects it.
         PREEMPTED: the same, and the worker was told to end it early.
         READY: it lies on its worker.
-        FETCHING: it is on its way to the trainer.
-        UNREACHABLE: fetching it failed. It is given up when its worker is lost.
+        FETCHING: it is on its way to the trainer. If that fails it is given up when its worker is
+            lost.
         HERE: it is on the trainer.
-        KEEPING: its worker was told to keep it for another trainer.
-        KEPT: its worker keeps it for another trainer.
-        REFERRED: the same, and the user has the reference to it.
+        KEPT: its worker keeps it for another trainer, or was told to.
         UNWANTED: it is being collected or on its way to the trainer, but nobody will get it.
         DELIVERED: the user, or another trainer, has it.
         GIVEN_UP: nobody gets it.
@@ -103,11 +100,8 @@ class RolloutState(Enum):
     PREEMPTED = "preempted"
     READY = "ready"
     FETCHING = "fetching"
-    UNREACHABLE = "unreachable"
     HERE = "here"
-    KEEPING = "keeping"
     KEPT = "kept"
-    REFERRED = "referred"
     UNWANTED = "unwanted"
     DELIVERED = "delivered"
     GIVEN_UP = "given up"
@@ -172,6 +166,11 @@ class WorkerSlot:
         return bool(self.rollouts) and self.rollouts[-1].header is None
 
     @property
+    def place(self) -> tuple[int, int]:
+        """Return what orders the processes that deliver in turn."""
+        return self.turn, self.worker_id
+
+    @property
     def has_a_slab(self) -> bool:
         """Return True if there is memory for one more rollout."""
         oldest = self.num_requests - NUM_SLABS
@@ -203,6 +202,8 @@ class RolloutRequest(StalenessTicket):
         arrival: how many rollouts arrived before it; -1 until it does.
         key: opens it for other trainers, if it is kept for them.
         held: by which another trainer's transport fetches it, see :meth:`.Transport.hand_over`.
+        is_held: its worker has said that it keeps it.
+        is_referred: the user has the reference to it.
     """
 
     slot: WorkerSlot
@@ -216,6 +217,8 @@ class RolloutRequest(StalenessTicket):
     arrival: int = -1
     key: str = ""
     held: Any = None
+    is_held: bool = False
+    is_referred: bool = False
 
     def take_rollout(self) -> Rollout:
         """The rollout, for the user. Nothing here refers to its tensors any more."""
@@ -231,12 +234,8 @@ class RolloutRequest(StalenessTicket):
 
 
 # The states of the rollouts that wait for delivery.
-WAITING = (
-    RolloutState.READY,
-    RolloutState.FETCHING,
-    RolloutState.UNREACHABLE,
-    RolloutState.HERE,
-)
+WAITING = (RolloutState.READY, RolloutState.FETCHING, RolloutState.HERE)
+_PLACE = attrgetter("place")
 
 
 class WorkerSlots:
@@ -247,21 +246,19 @@ class WorkerSlots:
         leaving: processes that were told to leave, and still owe something.
         idle: processes from which a rollout may be requested, in the order in which they became so.
         may_ask: decides that of a process.
-        line: the processes that collect, or will, by their turn and worker_id, which come first in
-            each entry.
+        line: the processes that collect, or will, by their turn and worker_id.
     """
 
     def __init__(self, reserved: frozenset[int] = frozenset()) -> None:
         """Start empty; the workers ``reserved`` collect nothing."""
         self.coming: set[int] = set()
-        self.leaving: dict[WorkerSlot, None] = {}
+        self.leaving: set[WorkerSlot] = set()
         # Not a plain dict: finding the first key of that takes time when many were removed.
         self.idle: OrderedDict[WorkerSlot, None] = OrderedDict()
         self.may_ask: Callable[[WorkerSlot], bool] = lambda slot: slot.may_be_asked
-        self.line: list[tuple[int, int, WorkerSlot]] = []
+        self.line: list[WorkerSlot] = []
         self._reserved = reserved
         self._present: dict[int, WorkerSlot] = {}
-        self._worker_ids: tuple[int, ...] | None = ()
 
     def __iter__(self) -> Iterator[WorkerSlot]:
         """All processes that are there."""
@@ -286,16 +283,14 @@ class WorkerSlots:
         is_reserved = worker_id in self._reserved
         slot = WorkerSlot(worker_id, incarnation, peer, is_reserved)
         self._present[worker_id] = slot
-        self._worker_ids = None
         if not is_reserved:
             # It starts level with the worker that has delivered least.
-            slot.turn = self.line[0][0] if self.line else 0
-            insort(self.line, (slot.turn, worker_id, slot))
+            slot.turn = self.line[0].turn if self.line else 0
+            insort(self.line, slot, key=_PLACE)
         return slot
 
     def remove(self, worker_id: int, incarnation: int, *, replaced: bool) -> WorkerSlot | None:
         """A process is gone; ``replaced``: another one is on its way. None if it wasn't there."""
-        self._worker_ids = None
         if replaced:
             self.coming.add(worker_id)
         else:
@@ -303,7 +298,8 @@ class WorkerSlots:
         slot = self.find(worker_id, incarnation)
         if slot is not None:
             del self._present[worker_id]
-            self._leave_line(slot)
+            if not slot.is_reserved:
+                self.line.remove(slot)
             self.become(slot, SlotState.GONE)
         return slot
 
@@ -311,9 +307,9 @@ class WorkerSlots:
         """Change a process's state."""
         slot.state = state
         if state is SlotState.LEAVING:
-            self.leaving[slot] = None
+            self.leaving.add(slot)
         else:
-            self.leaving.pop(slot, None)
+            self.leaving.discard(slot)
         self.refresh(slot)
 
     def refresh(self, slot: WorkerSlot) -> None:
@@ -326,20 +322,14 @@ class WorkerSlots:
     def take_turn(self, slot: WorkerSlot) -> None:
         """A process has delivered: all others come before it."""
         if not slot.is_gone:
-            self._leave_line(slot)
+            self.line.remove(slot)
             slot.turn += 1
-            insort(self.line, (slot.turn, slot.worker_id, slot))
-
-    def _leave_line(self, slot: WorkerSlot) -> None:
-        if not slot.is_reserved:
-            del self.line[bisect_left(self.line, (slot.turn, slot.worker_id))]
+            insort(self.line, slot, key=_PLACE)
 
     @property
     def worker_ids(self) -> tuple[int, ...]:
         """The slots in order, with those whose next process is on its way."""
-        if self._worker_ids is None:
-            self._worker_ids = tuple(sorted(self._present.keys() | self.coming))
-        return self._worker_ids
+        return tuple(sorted(self._present.keys() | self.coming))
 
     @property
     def num_coming(self) -> int:
@@ -349,9 +339,4 @@ class WorkerSlots:
     @property
     def some_collect_or_will(self) -> bool:
         """Return True if there is a process that collects and stays, or one is on its way."""
-        return self.num_coming > 0 or any(slot.is_staying for slot in self.able)
-
-    @property
-    def able(self) -> Iterator[WorkerSlot]:
-        """The processes that are there and collect, or will."""
-        return (slot for _, _, slot in self.line)
+        return self.num_coming > 0 or any(slot.is_staying for slot in self.line)

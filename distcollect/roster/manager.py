@@ -25,10 +25,8 @@ from distcollect.roster.interfaces import MembershipObserver
 from distcollect.roster.lifecycle import EXIT_TIMEOUT_S, Lifecycle
 from distcollect.roster.membership import PRESENT
 from distcollect.roster.status import RunPhase, Status
-from distcollect.roster.worker_ends import WorkerEnds
 from distcollect.transport.peer_ids import identity
 from distcollect.transport.start import start_transport
-from distcollect.transport.worker_service import WorkerInfo
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +56,9 @@ class Workers:
     Attributes:
         transport: reaches the workers.
         address: this host's, on the interface by which workers reach it.
+        worker_infos: what the first process in each slot found when it was probed, by worker_id.
+        gpus: the name of the GPU that has each worker's policy, "" for the CPU; kept up to date.
+        ends: how lost workers ended.
     """
 
     def __init__(
@@ -114,6 +115,9 @@ class Workers:
                 collector=self._number,
             )
             on_error.pop_all()
+        self.worker_infos = self._status.worker_infos
+        self.gpus = self._lifecycle.gpus
+        self.ends = self._status.ends
         self._steps = self._stop_steps()
         try:
             self._hosts.attach(self._lifecycle, count, faults.start_timeout_s)
@@ -132,21 +136,6 @@ class Workers:
     def num_present(self) -> int:
         """Return how many workers serve requests."""
         return self._status.num_present
-
-    @property
-    def worker_infos(self) -> dict[int, WorkerInfo]:
-        """Return what the first process in each slot found when it was probed, by worker_id."""
-        return self._status.worker_infos
-
-    @property
-    def ends(self) -> WorkerEnds:
-        """Return how lost workers ended."""
-        return self._status.ends
-
-    @property
-    def gpus(self) -> dict[int, str]:
-        """The name of the GPU that has each worker's policy, "" for the CPU; kept up to date."""
-        return self._lifecycle.gpus
 
     @property
     def are_near(self) -> bool:

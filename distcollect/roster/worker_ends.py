@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -27,20 +26,17 @@ class WorkerEnds:
     """The last end of a process in each worker's slot."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._changed = Wakeup()  # the user's thread waits for it
         self._ends: dict[int, WorkerEnd] = {}
 
     def note(self, worker_id: int, end: WorkerEnd) -> None:
         """A worker's process has ended."""
-        with self._lock:
-            self._ends[worker_id] = end
+        self._ends = {**self._ends, worker_id: end}
         self._changed.ring()
 
     def known(self) -> dict[int, WorkerEnd]:
         """The ends so far, by worker_id."""
-        with self._lock:
-            return dict(self._ends)
+        return self._ends
 
     def since(
         self, known: Mapping[int, WorkerEnd], worker_ids: Collection[int], timeout_s: float
@@ -52,12 +48,8 @@ class WorkerEnds:
         """
 
         def new() -> dict[int, WorkerEnd]:
-            ends = self.known()
-            return {
-                worker_id: end
-                for worker_id in worker_ids
-                if (end := ends.get(worker_id)) is not None and end is not known.get(worker_id)
-            }
+            ends = self._ends.items()
+            return {w: end for w, end in ends if w in worker_ids and end is not known.get(w)}
 
         self._changed.wait_until(lambda: len(new()) == len(worker_ids), timeout_s)
         return new()

@@ -132,7 +132,7 @@ class _Updater(WeightUpdaterBase):
         return dict.fromkeys(peers, InlineSource(payload))
 
 
-class _Run:
+class SimulatedRun:
     """A pool with simulated workers."""
 
     def __init__(
@@ -206,7 +206,7 @@ def run_rollouts(_seconds: float, *, mode: str, num_workers: int) -> Values:
 
 def _measured(mode: str, num_workers: int, *, has_threads: bool) -> tuple[float, float]:
     """Microseconds for each rollout, and milliseconds for each batch."""
-    run = _Run(num_workers, has_threads=has_threads, **MODES[mode])
+    run = SimulatedRun(num_workers, has_threads=has_threads, **MODES[mode])
     per_batch = num_workers if run.is_sync else 1
     num_batches = max(2, _NUM_ROLLOUTS // per_batch)
     run.collect(max(1, num_batches // 10))
@@ -220,7 +220,7 @@ def _measured(mode: str, num_workers: int, *, has_threads: bool) -> tuple[float,
 
 def run_joins(_seconds: float, *, num_workers: int) -> Values:
     """Plan the start of W processes, and have them join: CPU seconds "joined_s"."""
-    run = _Run(0, sync=False)
+    run = SimulatedRun(0, sync=False)
     membership = Membership(60.0, 60.0, 10)
     begin = time.process_time()
     for worker_id in range(num_workers):
@@ -237,7 +237,7 @@ def run_joins(_seconds: float, *, num_workers: int) -> Values:
 
 def run_pushes(_seconds: float, *, num_workers: int) -> Values:
     """100 pushes to random halves of W workers: CPU milliseconds "ms_per_push"."""
-    run = _Run(num_workers, sync=False)
+    run = SimulatedRun(num_workers, sync=False)
     rng = np.random.default_rng(0)
     newest = dict.fromkeys(range(num_workers), 0)
     begin = time.process_time()

@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
 
 from helpers.marked import Marked
 
@@ -25,7 +24,7 @@ import distcollect as dc
 from chaos.checks import Checker, Plan
 from chaos.envs import Maker, Marking
 from chaos.hosts import Hosts, Joiners
-from chaos.injuries import Injuries, Injury
+from chaos.injuries import Injuries
 from distcollect.results import LedgerReport
 from distcollect.roster.membership import PRESENT
 
@@ -251,7 +250,6 @@ class _Run:
 
     def tell(self) -> None:
         """Print the report of the whole run."""
-        print(f"\n{_injury_table(self._injuries.done)}")
         for number, (mode, report) in enumerate(self._ledgers):
             print(f"\nround {number} ({mode})\n{report}")
         print(f"\n{self._num_pushes} versions were published")
@@ -304,30 +302,6 @@ class _Usage:
             f"{self.resident_mb:.1f} MB, {self.threads.total()} threads, "
             f"{num_descriptors} descriptors"
         )
-
-
-def _injury_table(injuries: Sequence[Injury]) -> str:
-    heads = ["injury", "count", "seen: median", "max", "again: median", "max", "with a pause: max"]
-    rows = [heads]
-    for kind in sorted({injury.kind for injury in injuries}):
-        of_kind = [injury for injury in injuries if injury.kind == kind]
-        seen = [i.detected_s for i in of_kind if i.detected_s is not None]
-        prompt = [i.recovered_s for i in of_kind if i.recovered_s is not None and not i.hurried]
-        hurried = [i.recovered_s for i in of_kind if i.recovered_s is not None and i.hurried]
-        rows.append(
-            [kind, str(len(of_kind)), *_summary(seen), *_summary(prompt), _summary(hurried)[1]]
-        )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(heads))]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        for row in rows
-    )
-
-
-def _summary(values: list[float]) -> tuple[str, str]:
-    if not values:
-        return "-", "-"
-    return f"{median(values):.2f} s", f"{max(values):.2f} s"
 
 
 def _free_port(address: str) -> int:

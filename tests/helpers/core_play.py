@@ -65,15 +65,12 @@ class Play(PoolCommands):
 
     # Commands are noted; nothing comes of them until the test says so.
 
-    def collect(self, requests: Sequence[RolloutRequest]) -> None:
-        self.open += requests
-        self.asked += [request.worker_id for request in requests]
+    def collect(self, request: RolloutRequest) -> None:
+        self.open.append(request)
+        self.asked.append(request.worker_id)
 
     def fetch(self, request: RolloutRequest, offer: Offer) -> None:
         self.fetching.append(request)
-
-    def decline(self, offer: Offer) -> None:
-        offer.decline()
 
     def deliver(self, wanted: Wanted, requests: Sequence[RolloutRequest]) -> None:
         self.delivered.append([request.worker_id for request in requests])

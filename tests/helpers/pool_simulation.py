@@ -302,7 +302,7 @@ class Run:
 
     # How the user's thread waits.
 
-    def wait(self, is_done: Callable[[], bool], timeout_s: float, _: object) -> bool:
+    def wait(self, _: object, is_done: Callable[[], bool], timeout_s: float) -> bool:
         """Let random events happen until ``is_done()``."""
         begin = self.clock.now
         while not is_done():

@@ -276,13 +276,6 @@ def test_memory_that_is_shared_can_be_sent_as_well(collector: dc.RPCDataCollecto
     assert (batches[0] == batches[1]).all()
 
 
-def test_ids_are_dealt_out_to_each_trainer() -> None:
-    identities = [Identity("run", trainer, 3) for trainer in range(3)]
-    dealt = [[p.trainer, *(p.new_peer() for _ in range(4))] for p in identities]
-    assert dealt[1] == [1, 4, 7, 10, 13]
-    assert len({peer for peers in dealt for peer in peers}) == 15
-
-
 def test_a_process_remains_the_trainer_that_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else it could give out ids of another trainer."""
     monkeypatch.setattr(peer_ids, "_identity", Identity("before"))

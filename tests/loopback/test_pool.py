@@ -3,71 +3,23 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from typing import Any
 
 import pytest
-from helpers.pool_simulation import FRAMES, taken
+from benchmarks.scale import SimulatedRun
 
 from distcollect.config import Staleness
-from distcollect.pool.pool import Pool
-from distcollect.pool.worker_slots import BatchPlan
-from distcollect.rollout.header import Header
-from distcollect.transport.protocol import CollectRequest, Deliver
-
-
-class Offer:
-    """A rollout that arrives before the call that fetches it returns."""
-
-    def __init__(self, header: Header) -> None:
-        self.header = header
-
-    def fetch(self, deliver: Deliver) -> None:
-        deliver([], None)
-
-    def decline(self) -> None: ...
-
-
-class Workers:
-    """The transport to the workers, and the sender of their weights."""
-
-    on_acknowledged: Any = None
-    on_left_out: Any = None
-
-    def __init__(self) -> None:
-        self.counts: Counter[int] = Counter()
-
-    def collect(self, peer: int, request: CollectRequest, deliver: Deliver) -> None:
-        sequence = self.counts[peer]
-        self.counts[peer] += 1
-        stepped = self.counts[peer] * FRAMES
-        header = Header(peer, 0, sequence, FRAMES, FRAMES, 0, (0, 0), stepped=stepped)
-        deliver(Offer(header), None)
-
-    def acknowledged(self, worker_id: int) -> int:
-        return 0
-
-    def welcome(self, worker_id: int, peer: int) -> int:
-        return 0
-
-    def expect_nobody(self) -> None: ...
-
-
-def make(*, sync: bool, num_workers: int, staleness: Staleness | None = None) -> Pool:
-    workers: Any = Workers()
-    plan = BatchPlan(sync=sync, num_rollouts=num_workers, num_envs=1, num_steps=FRAMES)
-    pool = Pool(workers, workers, plan, failure_sink=workers, staleness=staleness)
-    for worker_id in range(num_workers):
-        pool.join(worker_id, 0, worker_id)
-    return pool
 
 
 def test_answers_that_come_at_once_do_not_nest() -> None:
     num_workers = 3000
-    pool = make(sync=True, num_workers=num_workers)
+    run = SimulatedRun(num_workers, sync=True, has_threads=False)
     for _ in range(2):
-        rollouts = taken(pool, 60)
-        assert [r.header.worker_id for r in rollouts] == list(range(num_workers))
+        delivery = run.pool.get(60)
+        worker_ids = [rollout.header.worker_id for rollout in delivery.rollouts]
+        assert worker_ids == list(range(num_workers))
+        run.pool.delivered(delivery, [[]] * num_workers, {})
+    run.close()
 
 
 @pytest.mark.parametrize("staleness", [None, Staleness(0), Staleness(2, mode="drop")])
@@ -77,10 +29,9 @@ def test_the_work_for_a_rollout_does_not_grow_with_the_workers(
 ) -> None:
     def num_calls(num_workers: int) -> float:
         """Calls of functions for each rollout."""
-        pool = make(sync=sync, num_workers=num_workers, staleness=staleness)
+        run = SimulatedRun(num_workers, sync=sync, staleness=staleness, has_threads=False)
         num_batches = 3 if sync else 300
-        for _ in range(num_batches):
-            taken(pool, 5)
+        run.collect(num_batches)
         calls = 0
 
         def count(*_: Any) -> None:
@@ -89,10 +40,10 @@ def test_the_work_for_a_rollout_does_not_grow_with_the_workers(
 
         sys.setprofile(count)
         try:
-            for _ in range(num_batches):
-                taken(pool, 5)
+            run.collect(num_batches)
         finally:
             sys.setprofile(None)
+        run.close()
         return calls / num_batches / (num_workers if sync else 1)
 
     assert num_calls(400) < 1.2 * num_calls(20)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from helpers.pool_simulation import FLAT, FRAMES, Run
+from helpers.pool_simulation import FRAMES, Run
 
 from distcollect.config import Staleness
 from distcollect.errors import BatchTimeout
@@ -44,43 +44,6 @@ def keys(rollouts: list[Rollout]) -> list[tuple[int, int, int]]:
 
 
 PAIR = replace(SYNC, num_rollouts=2, num_frames=None)
-
-
-def collecting(run: Run) -> list[int]:
-    return sorted(worker_id for worker_id, p in run.present.items() if p.collecting)
-
-
-def test_until_it_is_certain_that_nobody_does() -> None:
-    run = Run(0, replace(PAIR, waits_for_missing=True), inline=1)
-    first, second = run.present.values()
-
-    def give_up() -> None:
-        assert collecting(run) == []
-        run.pool.lose(1, 1, replaced=False)
-        assert collecting(run) == [0]
-
-    script(
-        run,
-        lambda: run.answer(first),
-        lambda: run.die(second),
-        give_up,
-        lambda: run.answer(first),
-    )
-    assert keys(run.gather()) == [(0, 0, 0), (0, 0, 1)]
-
-
-def test_the_share_of_who_leaves_without_being_asked_is_asked_of_another() -> None:
-    run = Run(0, PAIR, inline=1)
-    first, second = run.present.values()
-    run.pool.push(FLAT, [1])
-
-    def leave() -> None:
-        assert collecting(run) == [], "the other waits for its weights"
-        run.leave(second)
-        assert collecting(run) == [0]
-
-    script(run, lambda: run.answer(first), leave, lambda: run.answer(first))
-    assert keys(run.gather()) == [(0, 0, 0), (0, 0, 1)]
 
 
 def test_who_arrived_before_its_worker_died_is_delivered_and_in_its_order() -> None:

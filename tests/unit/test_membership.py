@@ -51,17 +51,6 @@ def only(kind: type, said: list[tuple[float, MembershipCommand]]) -> list[tuple[
     return [(when, command) for when, command in said if isinstance(command, kind)]
 
 
-def test_who_is_unknown_has_left() -> None:
-    membership = make()
-    assert membership.state(0) is WorkerState.LEFT
-    membership.leave(0, 1.0, 0.0)
-    membership.close(0)
-    membership.ready(0, 0, 0.0)
-    membership.heard(0, 0, 0.0)
-    assert not membership.ended(0, 0, 0.0)
-    assert membership.states == {}
-
-
 def test_a_process_has_to_be_ready_in_time() -> None:
     membership = make()
     membership.open(0, 0.0)
@@ -153,16 +142,3 @@ def test_a_process_that_ends_in_order_is_watched_until_it_has_ended() -> None:
     assert when == pytest.approx(8.0)
     assert "took too long" in overdue.reason
     assert membership.state(0) is WorkerState.JOINING, "it was retired, and is replaced"
-
-
-def test_each_phase_follows_from_the_one_before() -> None:
-    membership = make()
-    membership.open(0, 0.0)
-    assert not membership.joined(0, 0)
-    membership.tick(0.0)
-    assert not membership.drain(0, 0)
-    assert membership.joined(0, 0)
-    assert not membership.joined(0, 0)
-    assert membership.ready(0, 0, 1.0)
-    assert not membership.ready(0, 0, 1.0)
-    assert membership.phase(0) is WorkerPhase.READY

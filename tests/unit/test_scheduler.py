@@ -168,44 +168,6 @@ def test_in_turn_nobody_waits_for_who_is_asked_for_nothing_more() -> None:
     assert play.take_asked() == [], "all frames are asked for"
 
 
-def test_what_got_too_stale_is_given_up_and_in_sync_mode_asked_for_again() -> None:
-    play = Play(SYNC, 2, staleness=Staleness(0, mode="drop"))
-    play.want()
-    assert play.take_asked() == [0, 1]
-    play.come(0)
-    play.publish(1, [0])
-    play.acknowledge(1, 0)
-    requests = play.core.requests
-    assert requests.stale_frames == {0: FRAMES, 1: 0}
-    assert requests.ledger.total.lost == {"stale": FRAMES}
-    assert play.take_asked() == [], "with which weights?"
-    play.acknowledge(0, 1)
-    assert play.take_asked() == [0]
-    play.come(0, 1)
-    play.come(1)
-    assert play.delivered == [[0, 1]]
-
-
-def test_who_leaves_is_drained_once_it_owes_nothing() -> None:
-    play = Play(AHEAD, 1)
-    play.want()
-    play.leave(0)
-    assert not play.drained
-    play.come(0)
-    play.want()
-    play.leave(0)
-    assert play.take_asked() == [0]
-    assert play.drained == [(0, 0)]
-
-
-def test_an_event_that_can_not_follow_is_refused() -> None:
-    play = Play(AHEAD, 1)
-    play.want()
-    rollout = play.come(0)
-    with pytest.raises(RuntimeError, match=r"rollout 0 of worker 0.*it is delivered and can't"):
-        play.core.kept(rollout.request, None)
-
-
 def test_the_order_in_which_workers_join_makes_no_difference() -> None:
     """The first frames of a run may have random actions: which ones does not depend on chance."""
     play = Play(SYNC, 0)

@@ -19,10 +19,7 @@ def resume(*_: Any) -> None: ...
 
 def answer(play: Play, worker_id: int, error: Exception | None = None) -> None:
     slot = play.slot_of[worker_id]
-    if error is None:
-        play.core.set_up(slot)
-    else:
-        play.core.not_set_up(slot, error)
+    play.core.set_up(slot, error)
 
 
 def test_a_worker_gets_one_call_after_the_other_and_the_newest_of_each_method() -> None:
