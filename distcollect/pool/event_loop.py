@@ -198,7 +198,8 @@ class EventLoop(PoolCommands):
 
     def report_failure(self, slot: WorkerSlot, error: BaseException, *, is_final: bool) -> None:
         if isinstance(error, EnvError) and error.num_env_faults:
-            self.core.requests.env_failed(slot, error.num_env_faults)
+            ledger = self.core.requests.ledger
+            ledger.env_failed(slot.worker_id, slot.incarnation, error.num_env_faults)
             self._stats_recorder.env_failed(error.env_faults)
         self._failure_sink.report(slot.worker_id, slot.incarnation, error, is_final=is_final)
 

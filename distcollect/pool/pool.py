@@ -180,7 +180,7 @@ class Pool:
     def ledger(self) -> LedgerReport:
         """Where all frames went."""
         with self._lock:
-            return self._core.requests.ledger
+            return self._core.requests.ledger.report()
 
     @property
     def paces(self) -> dict[int, WorkerThroughput]:
@@ -226,7 +226,7 @@ class Pool:
 
     def account(self, worker_id: int, incarnation: int, cause: str, stepped: int | None) -> None:
         """Settle the frames of a process that is gone."""
-        self._loop.post(self._core.account, worker_id, incarnation, cause, stepped)
+        self._loop.post(self._core.requests.account, worker_id, incarnation, cause, stepped)
 
     def fail(self, error: BaseException) -> None:
         """The run can't go on: the user's thread raises ``error``. The first error counts."""

@@ -314,10 +314,6 @@ class PoolCore:
             self.requests.close()
             self._commands.wake_user()
 
-    def account(self, worker_id: int, incarnation: int, cause: str, stepped: int | None) -> None:
-        """A process is gone for ``cause`` and had stepped this many frames; None: not known."""
-        self.requests.account(worker_id, incarnation, cause, stepped)
-
     # Decisions.
 
     def _decide(self) -> None:

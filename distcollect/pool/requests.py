@@ -28,7 +28,7 @@ from distcollect.pool.worker_slots import (
     WorkerSlot,
     WorkerSlots,
 )
-from distcollect.results import LedgerReport, WorkerThroughput
+from distcollect.results import WorkerThroughput
 from distcollect.rollout.header import Header
 from distcollect.rollout.layout import Tensors
 from distcollect.transport.protocol import CollectRequest, Offer
@@ -42,6 +42,7 @@ class Requests:
 
     Attributes:
         among: the rollouts in each state, in the order in which they entered it.
+        ledger: where all frames went.
         stale_frames: frames that were given up as too stale, by worker_id.
         frames_asked: frames of the rollouts that were requested, without those given up.
         num_requested: how many were requested in all.
@@ -80,7 +81,7 @@ class Requests:
             state: OrderedDict() for state in RolloutState if state not in _SETTLED
         }
         self._num_arrived = 0
-        self._ledger = Ledger()
+        self.ledger = Ledger()
         self._throughput: dict[int, WorkerThroughput] = {}
         # (worker_id, incarnation) of a process that is gone: frames of its unanswered requests.
         self._unaccounted: dict[tuple[int, int], int] = {}
@@ -166,7 +167,7 @@ class Requests:
         if before is _R.GIVEN_UP:  # when its worker was lost
             offer.decline()
             return
-        self._ledger.announce(
+        self.ledger.announce(
             slot.worker_id,
             slot.incarnation,
             header.sequence,
@@ -244,10 +245,10 @@ class Requests:
         """The user has one that was delivered; or it is lost by ``cause``, before that."""
         key = origin(request.known_header)
         if cause is None:
-            self._ledger.deliver(*key)
+            self.ledger.deliver(*key)
             return
         request.state = _R.GIVEN_UP
-        self._ledger.lose(*key, cause)
+        self.ledger.lose(*key, cause)
         self.ask_again()
 
     def ask_again(self) -> None:
@@ -260,14 +261,14 @@ class Requests:
             self.give_up(request, cause)
             return
         self._become(request, _R.DELIVERED)
-        self._ledger.deliver(*origin(request.known_header))
+        self.ledger.deliver(*origin(request.known_header))
 
     def give_up(self, request: RolloutRequest, cause: str) -> None:
         """Nobody gets it; the frames that are known of it are lost by ``cause``."""
         self._become(request, _R.GIVEN_UP)
         header = request.header
         if header is not None:
-            self._ledger.lose(*origin(header), cause)
+            self.ledger.lose(*origin(header), cause)
             if cause == "stale":
                 self.stale_frames[request.worker_id] += header.num_frames
         if request.offer is not None:
@@ -319,16 +320,12 @@ class Requests:
     def account(self, worker_id: int, incarnation: int, cause: str, stepped: int | None) -> None:
         """Settle the frames of a process that is gone."""
         at_most = self._unaccounted.pop((worker_id, incarnation), 0)
-        self._ledger.end(worker_id, incarnation, cause, stepped=stepped, at_most=at_most)
-
-    def env_failed(self, slot: WorkerSlot, env_faults: int) -> None:
-        """An env of a worker raised too often, after ``env_faults`` faults in all."""
-        self._ledger.env_failed(slot.worker_id, slot.incarnation, env_faults)
+        self.ledger.end(worker_id, incarnation, cause, stepped=stepped, at_most=at_most)
 
     def close(self) -> None:
         """Deliver nothing more; answers of workers are ignored from now on."""
         # Also rollouts that are on their way here, whether anybody wants them or not.
-        self._ledger.lose_waiting("shut_down")
+        self.ledger.lose_waiting("shut_down")
         for slot in self._slots:
             self._note_unknown(slot)
             slot.rollouts.clear()
@@ -336,11 +333,6 @@ class Requests:
             requests.clear()
 
     # What is known.
-
-    @property
-    def ledger(self) -> LedgerReport:
-        """Where all frames went."""
-        return self._ledger.report()
 
     @property
     def paces(self) -> dict[int, WorkerThroughput]:

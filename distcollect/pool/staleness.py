@@ -117,10 +117,6 @@ class Pacer:
         self._awaited = False
         self._needed: int | None = None  # least slack of a further ticket; None: not worked out
 
-    def __len__(self) -> int:
-        """Return how many tickets are out."""
-        return len(self._tickets)
-
     def awaited(self) -> None:
         """Note that the user waits for a batch, and so publishes nothing until it is delivered."""
         self._awaited = True

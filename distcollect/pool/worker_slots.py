@@ -264,10 +264,6 @@ class WorkerSlots:
         """All processes that are there."""
         return iter(self._present.values())
 
-    def __contains__(self, worker_id: int) -> bool:
-        """Return True if a process is in this slot, or on its way to it."""
-        return worker_id in self._present or worker_id in self.coming
-
     def get(self, worker_id: int) -> WorkerSlot | None:
         """The process in a slot; None if there is none."""
         return self._present.get(worker_id)

@@ -27,8 +27,6 @@ _ACT_S = 0.05
 _SLACK_S = 4.0
 # From a fault until another process has delivered, including pauses between restarts.
 _RECOVERY_S = 120.0
-# A process that has worked for less than this is replaced only after a pause.
-_SOUND_S = 60.0
 
 WEIGHTS = {
     "kill": 5,
@@ -68,7 +66,6 @@ class Injury:
         heal: ends the fault.
         healed_at: when the fault was ended.
         lasts_s: how long the fault lasts.
-        hurried: whether the slot's process was replaced less than a minute ago, so a pause is due.
         num_envs: the number of the process's envs seen before.
         detected_s: the time until it was noticed.
         recovered_s: the time until new frames came, from ``healed_at`` if that is set.
@@ -84,7 +81,6 @@ class Injury:
     heal: Callable[[], None] | None = None
     healed_at: float | None = None
     lasts_s: float = 0.0
-    hurried: bool = False
     num_envs: int = 0
     detected_s: float | None = None
     recovered_s: float | None = None
@@ -101,9 +97,8 @@ class Injury:
         if self.detected_s is not None:
             parts.append(f"seen after {self.detected_s:.2f} s")
         if self.recovered_s is not None:
-            waited = " (with a pause between restarts)" if self.hurried else ""
             healed = " from then on" if self.healed_at is not None else ""
-            parts.append(f"frames again after {self.recovered_s:.2f} s{healed}{waited}")
+            parts.append(f"frames again after {self.recovered_s:.2f} s{healed}")
         if not self.over:
             parts.append("the round ended before")
         return ", ".join(parts)
@@ -142,7 +137,6 @@ class Injuries:
         self._present_until: dict[int, float] = {}
         self._open: list[Injury] = []
         self._begun = len(self.done)
-        self._restarted: dict[int, float] = {}
         self._next_at = time.monotonic() + 1.0
         self._ended = threading.Event()
         self._lock = threading.Lock()
@@ -322,9 +316,6 @@ class Injuries:
         record = self._rng.choice(sorted(victims, key=lambda r: (r.worker_id, r.incarnation)))
         seen = self._checker.seen[record.token]
         injury = Injury(kind, record, now, begun=kind not in _ORDERS, num_envs=len(seen.envs))
-        if kind in _FATAL and kind not in ("leave", "kill supervisor"):
-            injury.hurried = now - self._restarted.get(record.worker_id, now - _SOUND_S) < _SOUND_S
-            self._restarted[record.worker_id] = now
         self.done.append(injury)
         if self._do(injury, seen):
             with self._lock:

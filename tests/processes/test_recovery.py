@@ -422,12 +422,3 @@ def test_what_nobody_can_tell_of_at_the_end_is_in_the_ledger(
     assert 0 < collector.ledger.workers[1].at_most <= 2 * 40
     assert collector.ledger.workers[0].at_most == 0
     assert marked.gone(END_S), marked.left()
-
-
-def test_listening_needs_a_token(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
-    for name in ("DISTCOLLECT_TOKEN", "DISTCOLLECT_TOKEN_FILE"):
-        monkeypatch.delenv(name, raising=False)
-    with pytest.raises(dc.ArgumentError, match="DISTCOLLECT_TOKEN_FILE"):
-        collect_with(False, listen=f"127.0.0.1:{port}")
-    with pytest.raises(dc.ArgumentError, match="HOST:PORT"):
-        collect_with(False, listen="here")

@@ -21,25 +21,6 @@ def announced(*sequences: int, stepped: int = 0, lost: dict[str, int] | None = N
     return ledger
 
 
-def test_a_rollout_is_open_until_it_is_delivered() -> None:
-    ledger = announced(0, 1)
-    assert ledger.report().total == Frames(stepped=20, open=20)
-    ledger.deliver(3, 0, 1)
-    assert ledger.report().total == Frames(stepped=20, delivered=10, open=10)
-    ledger.lose(3, 0, 0, "stale")
-    frames = Frames(stepped=20, delivered=10, lost={"stale": 10})
-    assert ledger.report().total == frames
-    assert ledger.report().workers == {3: frames}
-
-
-def test_what_a_process_says_it_lost_counts_once() -> None:
-    ledger = announced(0, stepped=14, lost={"env_failed": 4})
-    ledger.announce(3, 0, 1, FRAMES, stepped=30, lost={"env_failed": 6, "row_skew": 1})
-    assert ledger.report().total == Frames(
-        stepped=30, lost={"env_failed": 6, "row_skew": 1}, open=23
-    )
-
-
 def test_env_faults_of_all_processes_of_a_worker() -> None:
     ledger = Ledger()
     ledger.announce(3, 0, 0, FRAMES, stepped=FRAMES, lost={}, env_faults=2)
@@ -112,19 +93,6 @@ def test_only_of_a_host_that_vanished_it_is_not_known_exactly() -> None:
     known = announced(0, stepped=12)
     known.end(3, 0, "worker_lost", stepped=12, at_most=FRAMES)
     assert known.report().total.at_most == 0
-
-
-def test_processes_of_a_slot_are_summed_up() -> None:
-    ledger = announced(0)
-    ledger.end(3, 0, "worker_lost", stepped=15)
-    ledger.announce(3, 1, 0, FRAMES, stepped=12, lost={})
-    ledger.deliver(3, 1, 0)
-    ledger.deliver(3, 0, 0)
-    ledger.announce(0, 0, 0, FRAMES, stepped=10, lost={})
-    report = ledger.report()
-    assert list(report.workers) == [0, 3]
-    assert report.workers[3] == Frames(stepped=27, delivered=20, lost={"worker_lost": 5}, open=2)
-    assert report.total == Frames(stepped=37, delivered=20, lost={"worker_lost": 5}, open=12)
 
 
 def test_the_report_is_a_table() -> None:
