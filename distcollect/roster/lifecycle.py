@@ -49,7 +49,14 @@ from distcollect.net.messages import (
 from distcollect.net.server import Connection
 from distcollect.results import WorkerState
 from distcollect.roster.interfaces import MembershipObserver
-from distcollect.roster.membership import PRESENT, Membership, MembershipCommand, Ping, Start
+from distcollect.roster.membership import (
+    PRESENT,
+    Membership,
+    MembershipCommand,
+    Overdue,
+    Ping,
+    Start,
+)
 from distcollect.roster.plans import PlanSender
 from distcollect.roster.process import Process, ProcessKey, message_of
 from distcollect.roster.start_report import start_report
@@ -189,7 +196,7 @@ class Lifecycle(HostEvents):
         process = self.processes[command.worker_id, command.incarnation]
         if isinstance(command, Ping):
             self._ping(process)
-        else:
+        elif isinstance(command, Overdue):
             phase = self._membership.phase(process.worker_id)
             limit_s = self._faults.start_timeout_s
             process.failure = process.failure or process.overdue(phase, command.reason, limit_s)

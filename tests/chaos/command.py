@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import logging
 import os
 import random
-import resource
 import secrets
 import shutil
 import socket
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from helpers.marked import Marked
@@ -40,8 +37,6 @@ _FAULTS = dc.Faults(
     step_timeout_s=6.0,
     max_restarts=100_000,
 )
-# Threads that torch keeps, and sockets that take a moment to close.
-_NEVER_BACK = 2
 
 
 def main(argv: Sequence[str] | None = None, *, testbed: Path | None = None) -> int:
@@ -110,7 +105,6 @@ class _Run:
         os.environ.update([self._marked.variable])
         self._joiners = Joiners(hosts, folder, self._token_file)
         self._ledgers: list[tuple[str, LedgerReport]] = []
-        self._usages: list[tuple[str, _Usage]] = []
         self._num_pushes = 0
 
     def all_rounds(self, seconds: float) -> list[str]:
@@ -141,7 +135,6 @@ class _Run:
         address = f"{self._hosts.address}:{port}"
         mode = f"sync, share of missing: {faults.missing_share}" if sync else "async"
         print(f"round {number}: {mode}, {num_envs} envs, T = {plan.num_steps}", flush=True)
-        self._usages.append((f"before round {number}", _Usage.now()))
         policy = Marking()
         collector = dc.RPCDataCollector(
             Maker(folder, pause_s=0.002),
@@ -158,7 +151,7 @@ class _Run:
         try:
             for host in self._hosts.numbers or (0,):
                 self._joiners.start(host, address)
-            self._collect(collector, policy, seconds, number)
+            self._collect(collector, policy, seconds)
         finally:
             self._injuries.stop()
             begin = time.monotonic()
@@ -168,14 +161,8 @@ class _Run:
         if took_s > 4 * faults.stop_timeout_s:
             self._checker.fail(f"shutdown took {took_s:.1f} s")
         self._end_round(collector, mode)
-        self._usages.append((f"after round {number}", _Usage.now()))
-        ends = [usage for when, usage in self._usages if when.startswith("after")]
-        if more := ends[-1].more_than(ends[0]):
-            self._checker.fail(f"the trainer keeps more after round {number} than after 0: {more}")
 
-    def _collect(
-        self, collector: dc.RPCDataCollector, policy: Marking, seconds: float, number: int
-    ) -> None:
+    def _collect(self, collector: dc.RPCDataCollector, policy: Marking, seconds: float) -> None:
         """Collect until the time is over; any error ends the round, and is a failure.
 
         No error is expected: worker 0 is never told to leave and may be replaced without limit,
@@ -195,8 +182,6 @@ class _Run:
             self._checker.see(batch, time.monotonic(), collector.policy_version, owed)
             if now - noted_at > 5:
                 self._marked.note()
-                if not noted_at:
-                    self._usages.append((f"in round {number}", _Usage.now()))
                 noted_at = now
 
     def _push(self, collector: dc.RPCDataCollector, policy: Marking, owed: dict[int, int]) -> None:
@@ -253,55 +238,6 @@ class _Run:
         for number, (mode, report) in enumerate(self._ledgers):
             print(f"\nround {number} ({mode})\n{report}")
         print(f"\n{self._num_pushes} versions were published")
-        for when, usage in self._usages:
-            print(f"{when:>16}: {usage}")
-        first, last = self._usages[min(1, len(self._usages) - 1)][1], self._usages[-1][1]
-        kills = sum(
-            injury.kind in ("kill", "stop", "kill supervisor") for injury in self._injuries.done
-        )
-        growth = (last.resident_mb - first.resident_mb) / max(1, kills)
-        print(f"memory: {growth:+.3f} MB for each of {kills} kills")
-
-
-@dataclass(frozen=True)
-class _Usage:
-    """The resources that the trainer's process uses.
-
-    Attributes:
-        resident_mb: resident memory in MB.
-        threads: number of threads by name.
-        descriptors: number of file descriptors by kind.
-    """
-
-    resident_mb: float
-    threads: Counter[str]
-    descriptors: Counter[str]
-
-    @classmethod
-    def now(cls) -> _Usage:
-        """Measure now."""
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        threads: Counter[str] = Counter()
-        descriptors: Counter[str] = Counter()
-        for task in Path("/proc/self/task").iterdir():
-            with contextlib.suppress(OSError):  # it has ended meanwhile
-                threads[(task / "comm").read_text().strip()] += 1
-        for link in Path("/proc/self/fd").iterdir():
-            with contextlib.suppress(OSError):
-                descriptors[str(link.readlink()).partition(":[")[0]] += 1
-        return cls(pages * resource.getpagesize() / 1e6, threads, descriptors)
-
-    def more_than(self, before: _Usage) -> str:
-        """The threads and descriptors that were added since ``before``, as text."""
-        more = [self.threads - before.threads, self.descriptors - before.descriptors]
-        return " and ".join(str(dict(m)) for m in more if m.total() > _NEVER_BACK)
-
-    def __str__(self) -> str:
-        num_descriptors = self.descriptors.total()
-        return (
-            f"{self.resident_mb:.1f} MB, {self.threads.total()} threads, "
-            f"{num_descriptors} descriptors"
-        )
 
 
 def _free_port(address: str) -> int:
