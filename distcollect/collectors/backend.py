@@ -33,35 +33,29 @@ from distcollect.transport.worker_service import EvaluationRequest
 from distcollect.weights.push_handle import PushHandle
 
 # A buffer is filled in the background at its own pace, so the loop may well publish later.
-PATIENCE_IN_BACKGROUND = 20
+_PATIENCE = 20
 
 
 class UnpublishedChanges:
     """Notices changes of the weights, until some are published for the first time.
 
     Changes are seen by the version counters of tensors, so not those by ``tensor.data``.
-
-    Attributes:
-        patience: number of batches that may be delivered with changed weights before it warns.
     """
 
-    def __init__(
-        self, module: nn.Module | None, layout: WeightLayout, *, patience: int = 1
-    ) -> None:
+    def __init__(self, module: nn.Module | None, layout: WeightLayout) -> None:
         """Watch the weights of ``module`` that ``layout`` has."""
-        self.patience = patience
         state = state_tensors(module)
         names = [entry.names[0] for entry in layout.entries]
         self._tensors = [state[name] for name in names if name in state]
         self._before = self._versions()
         self._num_batches = 0
 
-    def batch_begins(self) -> None:
-        """Warn, once, if more batches than :attr:`patience` were delivered with changed weights."""
+    def batch_begins(self, patience: int) -> None:
+        """Warn, once, if more batches than ``patience`` were delivered with changed weights."""
         if self._versions() == self._before:
             return
         self._num_batches += 1
-        if self._num_batches <= self.patience:
+        if self._num_batches <= patience:
             return
         self._tensors, self._before = [], []  # it warns once
         warnings.warn(
@@ -125,6 +119,7 @@ class Backend(ABC):
         batches: batches collected.
         last_workers: ids of the workers whose frames are in the last batch; empty: there is none.
         lag: the lags of the last batch.
+        evaluations: those of workers that only evaluate, in the order in which they came.
     """
 
     layout: Layout
@@ -132,6 +127,7 @@ class Backend(ABC):
     unpublished: UnpublishedChanges | None = None
     publishing_outdates: bool = True
     begin: Callable[[], None] | None = None
+    evaluations: Sequence[Evaluation] = ()
 
     def __init__(self, options: CollectorOptions, stats_recorder: StatsRecorder) -> None:
         """Start without frames."""
@@ -144,6 +140,7 @@ class Backend(ABC):
         self._waiting: Batch | None = None  # that the replay buffer did not take
         self._adding: Batch | None = None  # the one that is added to the replay buffer now
         self._is_closed = False
+        self._background: Background | None = None
         self._holder: int | None = None  # the thread that makes a batch
         self._lock = threading.Condition()  # of all that other threads change, and of settling
         self._trajectories: WholeTrajectories | None = None
@@ -305,7 +302,7 @@ class Backend(ABC):
 
     def _made(self, timeout_s: float | None) -> Batch | None:
         if self.unpublished is not None:
-            self.unpublished.batch_begins()
+            self.unpublished.batch_begins(1 if self._background is None else _PATIENCE)
         if self._trajectories is not None:
             return self._made_of_trajectories(self._trajectories, timeout_s)
         if self.is_over():
@@ -412,8 +409,7 @@ class Backend(ABC):
 
     def use(self, background: Background) -> None:
         """Collect only on this thread from now on, which was not started yet."""
-        if self.unpublished is not None:
-            self.unpublished.patience = PATIENCE_IN_BACKGROUND
+        self._background = background
 
     # What the user never gets.
 

@@ -624,7 +624,10 @@ class DataCollectorBase(ABC):
                 f"stats(workers={workers!r}): workers must be one of 'aggregate', 'per_worker' and "
                 "'both'"
             )
-        newest = self._newest_evaluation()
+        evaluations = [*self._backend.evaluations[-1:]]
+        if self._evaluated is not None:
+            evaluations.insert(0, self._evaluated)
+        newest = max(evaluations, key=lambda each: int(each.policy_version.max()), default=None)
         known = Stats(
             collector=type(self).__name__,
             evaluation=EpisodeStats() if newest is None else newest.summary(),
@@ -776,16 +779,13 @@ class DataCollectorBase(ABC):
         self._evaluated = self._backend.evaluate(request, worker_ids)
         return self._evaluated
 
-    def _newest_evaluation(self) -> Evaluation | None:
-        """That of the newest version; None: there was none."""
-        return self._evaluated
-
     def state_dict(self) -> dict[str, Any]:
         """Counts, versions, seeds and ids for :meth:`load_state_dict`, as plain numbers.
 
         Weights and the envs' state are not included: save the weights with it. With TorchRL's envs,
         ``"policy_state_dict"`` has the weights of the policy in this process, as in the state of
-        TorchRL's collectors. They are the policy's own tensors: save or copy them at once.
+        TorchRL's collectors. They are the policy's own tensors: save or copy them at once. There
+        are also "worker0" and so on, for each worker, with the same weights and version.
         """
         state: dict[str, Any] = {
             "format": _STATE_FORMAT,
@@ -795,8 +795,11 @@ class DataCollectorBase(ABC):
             "seed": self._seed,
             "resumes": self._resumes,
         }
-        if isinstance(self.policy, nn.Module) and self._backend.layout.is_torchrl:
-            state["policy_state_dict"] = self.policy.state_dict()
+        if self._backend.layout.is_torchrl:
+            own: dict[str, Any] = {"policy_version": self.policy_version}
+            if isinstance(self.policy, nn.Module):
+                own["policy_state_dict"] = self.policy.state_dict()
+            state |= own | {f"worker{each}": dict(own) for each in self._map_targets}
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 from tensordict import TensorDict
 
 from distcollect.collectors.backend import (
-    PATIENCE_IN_BACKGROUND,
     Backend,
     Batch,
     Hooks,
@@ -75,7 +74,6 @@ class InProcess(Backend):
         super().__init__(options, stats_recorder)
         self._version = 0
         self._num_rollouts = 0
-        self._background: Background | None = None
         # The last seed of the envs, whether it is static, and the number of rollouts before it.
         self._seeded: tuple[int, bool, int] | None = None
         self._plan = options.plan(traces=traces).with_policy_made()
@@ -232,13 +230,12 @@ class InProcess(Backend):
                 seed = env_seed(seed, num_rollouts, stream=Stream.BACKGROUND)
             _seed_engine(engine, seed, static_seed)
         own = published(self._plan.policy, self._plan.models)
-        self.unpublished = UnpublishedChanges(
-            own, engine.weights.layout, patience=PATIENCE_IN_BACKGROUND
-        )
+        self.unpublished = UnpublishedChanges(own, engine.weights.layout)
         before = self._evaluator
         build = partial(build_engine, worker_id=self._options.worker_id)
         self._evaluator = Evaluator(plan, build)
-        self.engine, self._background = engine, background
+        self.engine = engine
+        super().use(background)
         self._give_up("given_up")  # the new engine resets the envs
         if self._unclosed:
             self._unclosed = self._evaluator, engine.envs

@@ -192,21 +192,6 @@ class RPCDataCollector(DataCollectorBase):
             "reset_at_each_iter=True resets them before each rollout"
         )
 
-    def state_dict(self) -> dict[str, Any]:
-        """As of every collector.
-
-        With TorchRL's envs there are also "worker0" and so on, as in the state of TorchRL's
-        collectors. They have ``"policy_version"`` and ``"policy_state_dict"`` of this collector.
-        """
-        state = super().state_dict()
-        if not self._backend.layout.is_torchrl:
-            return state
-        shared = {
-            name: state[name] for name in ("policy_version", "policy_state_dict") if name in state
-        }
-        workers = sorted(self._backend.pool.worker_ids)
-        return {**state, **{f"worker{worker_id}": dict(shared) for worker_id in workers}}
-
     # Rollouts of other trainers.
 
     def hand_over(
@@ -298,13 +283,7 @@ class RPCDataCollector(DataCollectorBase):
     @property
     def evaluations(self) -> list[Evaluation]:
         """Results of the :class:`EvaluationWorkers`, in the order in which they came."""
-        running = self._backend.evaluators
-        return [] if running is None else list(running.results)
-
-    def _newest_evaluation(self) -> Evaluation | None:
-        by_call, in_background = super()._newest_evaluation(), self.evaluations[-1:]
-        candidates = in_background if by_call is None else [by_call, *in_background]
-        return max(candidates, key=lambda each: int(each.policy_version.max()), default=None)
+        return list(self._backend.evaluations)
 
 
 class DistributedSyncDataCollector(RPCDataCollector):

@@ -54,7 +54,6 @@ class Session(Backend):
         pool: requests rollouts from the workers, and sends them weights in the right order.
         updater: moves weights to the workers.
         publisher: makes new versions of the weights.
-        evaluators: have some workers evaluate in the background; None: there are none.
     """
 
     _options: WorkerOptions
@@ -145,10 +144,10 @@ class Session(Backend):
             own = published(options.policy, options.named_models)
             self.unpublished = UnpublishedChanges(own, probe.weights)
         self._remote_calls = RemoteCalls(self.pool, self.publisher.selected, workers.ends)
-        self.evaluators: Evaluators | None = None
         if (plan := options.evaluation) is not None:
-            self.evaluators = Evaluators(self.pool, plan, options.evaluating)
-            self.pool.on_weights = self.evaluators.has_weights
+            evaluators = Evaluators(self.pool, plan, options.evaluating)
+            self.evaluations = evaluators.results
+            self.pool.on_weights = evaluators.has_weights
         self._handover_receiver = HandoverReceiver(workers.transport)
         workers.attach(self.pool)
 
