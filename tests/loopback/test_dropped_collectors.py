@@ -7,9 +7,9 @@ import threading
 import weakref
 from typing import Any
 
-import gymnasium as gym
 import pytest
 import torch
+from helpers.envs import SamplingEnv
 from helpers.loopback_pool import loopback_collector, workers_of
 from helpers.replay_buffers import KeepingBuffer
 from helpers.waiting import eventually
@@ -49,21 +49,7 @@ def test_an_argument_that_refers_to_the_collector(monkeypatch: pytest.MonkeyPatc
     assert closed.wait(60)
 
 
-class Slow(gym.Env[Any, Any]):
-    """Its episodes end when the test says so."""
-
-    observation_space = gym.spaces.Box(-1, 1, (1,))
-    action_space = gym.spaces.Discrete(2)
-    go_on = threading.Event()
-
-    def reset(self, **kwargs: Any) -> Any:
-        return self.observation_space.sample(), {}
-
-    def step(self, action: Any) -> Any:
-        return self.observation_space.sample(), 0.0, Slow.go_on.is_set(), False, {}
-
-
-class Closable(Slow):
+class Closable(SamplingEnv):
     """Is closed when the test says so, and tells."""
 
     may_close = threading.Event()
@@ -101,7 +87,7 @@ def test_an_in_process_collector_that_is_dropped_closes_the_envs_that_it_made() 
 def test_one_that_fills_a_buffer_and_evaluates_closes_all_envs_too() -> None:
     open_envs = []
 
-    class Listed(Slow):
+    class Listed(SamplingEnv):
         def __init__(self) -> None:
             super().__init__()
             open_envs.append(self)
@@ -123,7 +109,7 @@ def test_one_that_fills_a_buffer_and_evaluates_closes_all_envs_too() -> None:
 def test_an_env_of_the_users_stays_open() -> None:
     closed = []
 
-    class Mine(Slow):
+    class Mine(SamplingEnv):
         def close(self) -> None:
             closed.append(self)
 

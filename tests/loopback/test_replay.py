@@ -13,6 +13,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from helpers.envs import SamplingEnv
 from helpers.loopback_pool import loopback_collector
 from helpers.replay_buffers import Buffer, T
 from helpers.waiting import eventually
@@ -168,15 +169,8 @@ def test_sampling_has_a_deadline() -> None:
         buffer.sample(2)
 
 
-class Depth(gym.ObservationWrapper):
-    """CartPole as a depth camera gives it: uint16."""
-
-    def __init__(self) -> None:
-        super().__init__(gym.make("CartPole-v1"))
-        self.observation_space = gym.spaces.Box(0, 2**16 - 1, (4,), np.uint16)
-
-    def observation(self, observation: Any) -> Any:
-        return np.abs(observation * 1000).astype(np.uint16)
+def depth_camera() -> SamplingEnv:
+    return SamplingEnv(gym.spaces.Box(0, 2**16 - 1, (4,), np.uint16))
 
 
 @pytest.mark.parametrize("kind", [dc.SyncDataCollector, dc.RPCDataCollector])
@@ -188,9 +182,9 @@ def test_torchrl_buffer_that_cannot_hold_the_frames(kind: Any) -> None:
     lazy = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
     for buffer in (lazy, dc.RateLimited(lazy, 1.0)):
         with pytest.raises(dc.SpaceError, match=r"LazyTensorStorage can't hold obs.* \[4\] uint16"):
-            make(Depth, frames_per_batch=8, replay_buffer=buffer)
+            make(depth_camera, frames_per_batch=8, replay_buffer=buffer)
     listed = ReplayBuffer(storage=ListStorage(100), batch_size=4)
-    with make(Depth, frames_per_batch=8, replay_buffer=listed) as collector:
+    with make(depth_camera, frames_per_batch=8, replay_buffer=listed) as collector:
         collector.next()
     assert listed.sample()["observation"].dtype is torch.uint16
 
