@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed
+from helpers.publishing import Collect, Telling, collect, told
 
 import distcollect as dc
 from distcollect.policy import per_env_rng
 from distcollect.weights import broadcast
-from distcollect.weights.updaters import InlineSource, UpdaterContext
+
+__all__ = ["collect"]
 
 PACKAGE = Path(dc.__file__).parent
 
@@ -201,29 +203,15 @@ def test_seeded_policies_without_the_dispatch_key(
             collector.next()
 
 
-def test_weights_without_gloos_private_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_without_gloos_private_parts(
+    collect: Collect, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert isinstance(broadcast.default_updater("gloo"), broadcast.BroadcastUpdater)
     monkeypatch.delattr(torch.distributed.ProcessGroupGloo, "_Options")
     with pytest.raises(dc.ArgumentError, match=r"torch .* lacks _Options; use backend='auto'"):
         broadcast.default_updater("gloo")
     updater = broadcast.default_updater("auto")
-    updater.attach(
-        UpdaterContext(
-            address="127.0.0.1",
-            timeout_s=5,
-            gpus={0: "", 1: ""},
-            shares_memory=lambda peer: False,
-            host_key=lambda peer: "another",
-        )
-    )
-    payload = torch.arange(8, dtype=torch.uint8)
-    sources = updater.sources(payload, {0: 1, 1: 2})
+    collector = collect(weight_updater=updater)
+    assert collector.update_policy_weights_(Telling(1)).acknowledged == {0: 1, 1: 1}
+    assert told(collector.next())["wide"] == 1
     assert not updater.together
-    assert not updater.relays
-    for worker_id in (0, 1):
-        source, target = sources[worker_id], torch.zeros(8, dtype=torch.uint8)
-        assert isinstance(source, InlineSource)
-        source.receive(target, {})
-        assert torch.equal(target, payload)
-    updater.send(payload)
-    updater.close()
