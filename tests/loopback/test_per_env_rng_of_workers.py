@@ -28,10 +28,6 @@ def chances(observation: torch.Tensor) -> torch.Tensor:
     return torch.stack([1 - right, right], -1)
 
 
-def categorical(observation: torch.Tensor) -> d.Distribution:
-    return d.Categorical(chances(observation))
-
-
 class Dropping(nn.Module):
     """Draws random numbers itself, then returns a distribution to draw from."""
 
@@ -75,7 +71,6 @@ class Leaning(Counter):
 
 
 POLICIES: dict[str, Callable[[], Any]] = {
-    "distribution": lambda: categorical,
     "module": Dropping,
     "callable": lambda: drawing,
     "tensordict": tensordict_policy,

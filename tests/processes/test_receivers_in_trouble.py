@@ -94,21 +94,6 @@ class TestReceiversInTrouble:
             assert handle is not None
             assert handle.acknowledged == {0: 1}
 
-    def test_only_the_newest_of_what_was_not_sent_is_sent(self) -> None:
-        policy = Telling()
-        with telling_workers(policy, 2) as collector:
-            handles = [
-                collector.update_policy_weights_(policy.fill(version), wait=False)
-                for version in range(1, 201)
-            ]
-            assert handles[-1] is not None
-            handles[-1].wait(20)
-            assert all(handle is not None and handle.done() for handle in handles)
-            sent = [handle.version for handle in handles if handle and handle.num_bytes]
-            assert 200 in sent
-            assert len(sent) < 200
-            assert told(collector.next())["wide"] == 200
-
 
 @pytest.mark.parametrize("num_bytes", [1 << 10, 64 << 20], ids=["small", "large"])
 def test_one_that_is_stopped_in_the_middle_leaves_the_others_in_one_group(num_bytes: int) -> None:

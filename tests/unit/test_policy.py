@@ -38,13 +38,10 @@ class Callables:
     def method(self, observation: torch.Tensor) -> Any:
         return pick(observation), noted(observation)
 
-    def td_method(self, td: Any) -> None:
-        td["action"] = pick(td["observation"])
-
 
 class AnnotatedCall:
-    def __call__(self, inputs: TensorDictBase) -> TensorDictBase:
-        return inputs.set("action", pick(inputs["observation"]))
+    def __call__(self, inputs: TensorDictBase) -> None:
+        inputs.set("action", pick(inputs["observation"]))
 
 
 def by_name(td: Any) -> Any:
@@ -78,7 +75,6 @@ KINDS: dict[str, tuple[Any, set[Key]]] = {
     "partial": (partial(pick), set()),
     "callable": (Callables(), set()),
     "method": (Callables().method, NOTED),
-    "td method": (Callables().td_method, set()),
     "td": (by_name, NOTED),
     "tensordict": (by_other_name, set()),
     "annotated": (by_annotation, NOTED),

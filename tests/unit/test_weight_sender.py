@@ -157,6 +157,8 @@ def test_memory_for_snapshots_is_bounded(make: Callable[[int], World]) -> None:
     go_on.set()
     for handle in handles:
         handle.wait(SOON_S)
+    assert sum(handle.num_bytes > 0 for handle in handles) <= 51, "only the newest of each is sent"
+    assert len(world.updater.sent) <= 51
     newest = {w: max(h.version for h in handles if w in h.worker_ids) for w in range(50)}
     assert all(world.sender.acknowledged(w) >= version for w, version in newest.items())
     assert world.num_snapshots <= 12
