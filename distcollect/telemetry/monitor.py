@@ -76,7 +76,7 @@ class MonitorThread:
             raise ArgumentTypeError(f"monitor={options!r}: must be a distcollect.Monitor")
         self.metrics = tuple(options.metrics)
         self._writers: list[Writer] = []
-        self._latest: Callable[[], Stats | None] | None = None  # before the first batch
+        self._latest: Callable[[], Stats | None] = lambda: None  # before the first batch
         self._last: Stats | None = None
         self._thread = threading.Thread(target=self._run, name="distcollect-monitor", daemon=True)
         self._lock = threading.Lock()  # held while the thread is started, and told to end
@@ -104,7 +104,8 @@ class MonitorThread:
                 if options.tensorboard:
                     add(TensorBoard(folder, options.every_s))
         if options.prometheus_port is not None:
-            add(Prometheus(options.prometheus_port, self._now))
+            latest = lambda: self._latest()  # noqa: E731, PLW0108 - begin() replaces it
+            add(Prometheus(options.prometheus_port, latest))
         if options.callback is not None:
             add(_Callback("Monitor(callback=...)", options.callback, options.every_s))
         if wants_view(options):
@@ -114,9 +115,6 @@ class MonitorThread:
                 add(NotebookDisplay())
             elif log.isEnabledFor(logging.INFO):
                 add(_Callback("the log", _log, _LOG_EVERY_S))
-
-    def _now(self) -> Stats | None:
-        return None if self._latest is None else self._latest()
 
     def begin(self, latest: Callable[[], Stats | None]) -> None:
         """The first batch is requested. ``latest`` gives snapshots, or None if there are none."""
@@ -134,7 +132,9 @@ class MonitorThread:
             self._end.set()
         # This may run on the thread itself: a callback may shut its collector down, and a collector
         # without references may be finalized on any thread.
-        if self._thread.ident is None or self._thread is threading.current_thread():
+        if self._thread.ident is None:
+            self._drop_all()
+        elif self._thread is threading.current_thread():
             self._finish()
         elif not self._ended.wait(_JOIN_TIMEOUT_S):
             log.warning(
@@ -142,7 +142,7 @@ class MonitorThread:
                 _JOIN_TIMEOUT_S,
                 ", ".join(writer.about for writer in self._writers),
             )
-        if self._latest is not None and last is not None and last.delivered:
+        if last is not None and last.delivered:
             log.info("%s", find_bottleneck(last))
         self._close_trace()
 
@@ -167,7 +167,7 @@ class MonitorThread:
             pause_s = min(due[id(writer)] for writer in self._writers) - time.monotonic()
             if self._end.wait(min(max(0.0, pause_s), threading.TIMEOUT_MAX)):
                 return
-            stats = self._now()
+            stats = self._latest()
             if stats is None:
                 return
             if stats.ended:
@@ -184,7 +184,7 @@ class MonitorThread:
 
     def _finish(self) -> None:
         """Pass on the last snapshot, and close all writers."""
-        if self._last is not None and self._latest is not None:
+        if self._last is not None:
             for writer in list(self._writers):
                 self._write(writer, replace(self._last, ended=True))
         self._drop_all()

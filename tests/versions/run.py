@@ -17,8 +17,8 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import TypeAlias
 from xml.etree import ElementTree as ET
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,17 +48,7 @@ SETS = {
 }
 
 
-@dataclass(frozen=True)
-class Row:
-    """A line of the table."""
-
-    name: str
-    python: str
-    versions: str
-    passed: int
-    failed: int
-    skipped: int
-    minutes: str
+Row: TypeAlias = "dict[str, str | int]"  # of the table, by the titles of its columns
 
 
 def main() -> int:
@@ -80,7 +70,7 @@ def main() -> int:
         for name in given.sets or SETS
     ]
     print_table(rows)
-    return int(any(row.failed for row in rows))
+    return int(any(row["failed"] for row in rows))
 
 
 def run_set(name: str, python: str, folder: Path, tests: list[str]) -> Row:
@@ -115,15 +105,15 @@ def run_set(name: str, python: str, folder: Path, tests: list[str]) -> Row:
     failed = counts["failures"] + counts["errors"]
     found = json.loads(output(ours, "-m", "pip", "list", "--format=json"))
     versions = {package["name"]: package["version"] for package in found}
-    return Row(
-        name=name,
-        python=output(ours, "-c", "import sys; print(sys.version.split()[0])"),
-        versions=" ".join(f"{each} {versions.get(each, '-')}" for each in SHOWN),
-        passed=counts["tests"] - failed - counts["skipped"],
-        failed=failed,
-        skipped=counts["skipped"],
-        minutes=f"{minutes:.0f}",
-    )
+    return {
+        "set": name,
+        "Python": output(ours, "-c", "import sys; print(sys.version.split()[0])"),
+        "versions": " ".join(f"{each} {versions.get(each, '-')}" for each in SHOWN),
+        "passed": counts["tests"] - failed - counts["skipped"],
+        "failed": failed,
+        "skipped": counts["skipped"],
+        "minutes": f"{minutes:.0f}",
+    }
 
 
 def output(*command: str) -> str:
@@ -134,10 +124,9 @@ def output(*command: str) -> str:
 
 def print_table(rows: list[Row]) -> None:
     """Print the rows as a Markdown table."""
-    titles = ("set", "Python", "versions", "passed", "failed", "skipped", "minutes")
-    print("\n| " + " | ".join(titles) + " |\n" + "|---" * len(titles) + "|")
+    print("\n| " + " | ".join(rows[0]) + " |\n" + "|---" * len(rows[0]) + "|")
     for row in rows:
-        print("| " + " | ".join(str(cell) for cell in astuple(row)) + " |")
+        print("| " + " | ".join(map(str, row.values())) + " |")
 
 
 if __name__ == "__main__":

@@ -73,10 +73,6 @@ class _Scale(NamedTuple):
         share = (value - self.low) / ((self.high - self.low) or 1.0)
         return self.begin + share * (self.end - self.begin)
 
-    def cell(self, value: float) -> int:
-        """Return an index that is equal for values less than about two pixels apart."""
-        return round(self(value) / 2)
-
 
 def _svg(height: float, about: str, parts: Sequence[str]) -> str:
     return (
@@ -119,7 +115,7 @@ def curves(about: str, given: Sequence[Curve], end_s: float, *, from_zero: bool 
     for curve in given:
         parts.append(_path(curve, x, y))
         parts += [
-            f'<circle class="hover {escape(curve.style)}" cx="{x(p[0]):.1f}" '
+            f'<circle class="hover {curve.style}" cx="{x(p[0]):.1f}" '
             f'cy="{y(p[1]):.1f}" r="4">'
             f"<title>{escape(curve.name)}: {short(p[1])} after {duration(p[0])}</title></circle>"
             for p in curve.at
@@ -134,7 +130,7 @@ def _path(curve: Curve, x: _Scale, y: _Scale) -> str:
         if point is not None:
             at = f"{x(point[0]):.1f} {y(point[1]):.1f}"
             steps.append(f"L{at}" if before else f"M{at}h0")  # a point alone is a dot
-    return f'<path class="curve {escape(curve.style)}" d="{"".join(steps)}"/>'
+    return f'<path class="curve {curve.style}" d="{"".join(steps)}"/>'
 
 
 def lanes(
@@ -155,8 +151,8 @@ def lanes(
     for row, (name, states) in enumerate(given.items()):
         top = _TOP + _LANE * row
         parts.append(_text(_LEFT - 8, top + 12, name, "end"))
-        # One for each place: others would be invisible, and the page should stay small.
-        apart = {(x.cell(each[0]), x.cell(each[1]), each[2]): each for each in states}
+        # One for every two pixels: others would be invisible, and the page should stay small.
+        apart = {(round(x(each[0]) / 2), round(x(each[1]) / 2), each[2]): each for each in states}
         parts += [
             f'<rect class="state {escape(style)}" x="{x(begin):.1f}" y="{top + 3}" '
             f'width="{max(2.0, x(end) - x(begin)):.1f}" height="{_LANE - 6}">'

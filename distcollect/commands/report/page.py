@@ -136,7 +136,7 @@ def _workers(history: History) -> list[str]:
     shown = sorted(history.spans)[:_MAX_LANES]
     rows = {
         f"worker {worker_id}": [
-            (s.begin_s, s.end_s, _style(s.state), f"{s.state}, from {duration(s.begin_s)}")
+            (s.begin_s, s.end_s, s.state, f"{s.state}, from {duration(s.begin_s)}")
             for s in history.spans[worker_id]
         ]
         for worker_id in shown
@@ -151,11 +151,6 @@ def _workers(history: History) -> list[str]:
         _legend([(f"--{name}", name) for name in _STATES]),
         lanes("Workers over time", rows, history.end_s),
     ]
-
-
-def _style(state: str) -> str:
-    """Return the class of the page's style for a state, which may be any text in a file."""
-    return state if state in _STATES else "left"
 
 
 def _env_faults(history: History) -> list[str]:
