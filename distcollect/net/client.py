@@ -40,10 +40,6 @@ class _Refusal(LaunchError):
     """The trainer refused this process."""
 
 
-class NoAnswer(LaunchError):
-    """The connection broke off during the handshake; another try may succeed."""
-
-
 class ControlConnection:
     """A worker's or supervisor's end of the connection to its trainer. Reads block.
 
@@ -74,7 +70,8 @@ class ControlConnection:
         """Join the trainer, if it proves that it knows the token; return its welcome.
 
         Raises:
-            NoAnswer: the connection broke off, or there was no answer within ``timeout_s``.
+            ConnectionError: it broke off, or there was no answer within ``timeout_s``; another try
+                may succeed.
             LaunchError: the trainer refused, and says why; or it is no trainer, or that of another
                 run.
         """
@@ -85,8 +82,6 @@ class ControlConnection:
             handshake.verify(self._ask(handshake.prove(challenge), deadline))
             self._reader.max_frame = MAX_FRAME
             self.welcome = decode(self._ask(to_bytes(hello), deadline))
-        except NoAnswer:
-            raise
         except _Refusal as error:
             raise LaunchError(f"the trainer refused this {hello.role}: {error}") from error
         except NotProven as error:
@@ -106,7 +101,7 @@ class ControlConnection:
         self._send(with_length(data))
         answer = self._receive_frame(deadline)
         if answer is None:
-            raise NoAnswer("it accepted the connection, but did not answer the join handshake")
+            raise ConnectionError("it took the connection, but did not answer the join handshake")
         message = decode(answer)
         if isinstance(message, Refused):
             raise _Refusal(printable(message.reason))
@@ -191,7 +186,7 @@ def join(
                 raise
             else:
                 return connection, trainer
-        except (OSError, NoAnswer) as error:
+        except OSError as error:
             if give_up_if_refused and isinstance(error, ConnectionRefusedError):
                 raise TrainerGone(f"{name} found no trainer{where.rstrip(',')}") from error
             # It isn't there yet; or, after a restart by torchrun, this was its previous address;
