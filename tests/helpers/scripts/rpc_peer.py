@@ -14,7 +14,7 @@ from distcollect.errors import RolloutGone
 from distcollect.rollout.header import Header
 from distcollect.rollout.layout import Tensors
 from distcollect.transport import rpc_agents
-from distcollect.transport.protocol import CollectRequest
+from distcollect.transport.protocol import CollectRequest, methods_of
 from distcollect.transport.rpc_server import RpcServer
 
 WORKER_ID = 7
@@ -24,15 +24,11 @@ def rollout(num_steps: int) -> Tensors:
     """The tensors of a rollout with so many steps: one for each dtype, some empty."""
     drawn = torch.Generator().manual_seed(num_steps)
     numbers = torch.randint(0, 256, (num_steps,), generator=drawn)
+    dtypes = (torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int16, torch.int32)
     return [
         numbers.to(torch.float32).view(1, -1),
         numbers.to(torch.float64) / 3,
-        numbers.to(torch.float16),
-        numbers.to(torch.bfloat16),
-        numbers.to(torch.uint8),
-        numbers.to(torch.int8),
-        numbers.to(torch.int16),
-        numbers.to(torch.int32),
+        *map(numbers.to, dtypes),
         numbers * 2**40,
         numbers % 2 == 0,
         torch.zeros(0, 3),
@@ -45,28 +41,16 @@ class Service:
     """Answers at once, later, or with an error."""
 
     worker_id = WORKER_ID
-    service_methods = frozenset(
-        {
-            "echo",
-            "fail",
-            "fail_later",
-            "later",
-            "soon",
-            "release",
-            "collect",
-            "lock",
-            "num_rrefs",
-            "hand_over",
-            "handover_outcome",
-            "read_handover",
-        }
-    )
 
     def __init__(self) -> None:
         self._owed: dict[str, Future[Any]] = {}
         self._lock = threading.Lock()
         self._kept: dict[str, tuple[Tensors, Future[bool]]] = {}
         self.collected = 0
+
+    @property
+    def service_methods(self) -> frozenset[str]:
+        return methods_of(Service) - {Service.not_served.__name__}
 
     def echo(self, *args: Any) -> Any:
         return args
@@ -125,22 +109,14 @@ class Service:
         outcome.set_result(True)
         return tensors
 
-    def collect(self, request: CollectRequest) -> Future[tuple[Header, Tensors]]:
-        answer: Future[Any] = Future()
+    def collect(self, request: CollectRequest) -> tuple[Header, Tensors]:
         if request.random:
-            answer.set_exception(RuntimeError("no rollout today"))
-            return answer
+            raise RuntimeError("no rollout today")
         steps = request.num_steps
         tensors = rollout(steps)
         self.collected += 1
         num_bytes = sum(tensor.nbytes for tensor in tensors)
-        answer.set_result(
-            (
-                Header(WORKER_ID, 0, self.collected, steps, steps, num_bytes, (3, 5)),
-                tensors,
-            )
-        )
-        return answer
+        return Header(WORKER_ID, 0, self.collected, steps, steps, num_bytes, (3, 5)), tensors
 
 
 def main() -> None:
