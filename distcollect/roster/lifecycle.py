@@ -49,14 +49,7 @@ from distcollect.net.messages import (
 from distcollect.net.server import Connection
 from distcollect.results import WorkerState
 from distcollect.roster.interfaces import MembershipObserver
-from distcollect.roster.membership import (
-    PRESENT,
-    Membership,
-    MembershipCommand,
-    Overdue,
-    Ping,
-    Start,
-)
+from distcollect.roster.membership import PRESENT, Membership, MembershipCommand, Ping, Start
 from distcollect.roster.plans import PlanSender
 from distcollect.roster.process import Process, ProcessKey, message_of
 from distcollect.roster.start_report import start_report
@@ -196,7 +189,7 @@ class Lifecycle(HostEvents):
         process = self.processes[command.worker_id, command.incarnation]
         if isinstance(command, Ping):
             self._ping(process)
-        elif isinstance(command, Overdue):
+        else:
             phase = self._membership.phase(process.worker_id)
             limit_s = self._faults.start_timeout_s
             process.failure = process.failure or process.overdue(phase, command.reason, limit_s)
@@ -352,12 +345,10 @@ class Lifecycle(HostEvents):
     def _fail_process(self, process: Process, error: BaseException) -> None:
         if process.is_over or self._status.is_stopping:
             return
-        if isinstance(error, WorkerLost):
-            pass  # how its process ended says more
-        elif isinstance(error, DistCollectError):
+        if not isinstance(error, DistCollectError):
+            error = WorkerError(repr(error), worker_id=process.worker_id)
+        if not isinstance(error, WorkerLost):  # else how its process ended says more
             process.failure = error
-        else:
-            process.failure = WorkerError(repr(error), worker_id=process.worker_id)
         self._lose(process)
 
     # Slots, and leaving in order.

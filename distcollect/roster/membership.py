@@ -21,6 +21,7 @@ import enum
 import math
 import random
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from distcollect.common.backoff import backoff_s
 from distcollect.results import WorkerState
@@ -62,30 +63,35 @@ _SEEN_AS = {
 
 
 @dataclass(frozen=True)
-class MembershipCommand:
-    """What is to be done with a process."""
+class Start:
+    """Start a process in a slot."""
 
     worker_id: int
     incarnation: int
 
 
-class Start(MembershipCommand):
-    """Start a process in a slot."""
-
-
-class Ping(MembershipCommand):
+@dataclass(frozen=True)
+class Ping:
     """Ping a process."""
+
+    worker_id: int
+    incarnation: int
 
 
 @dataclass(frozen=True)
-class Overdue(MembershipCommand):
+class Overdue:
     """End a process that missed a deadline, and report it as ended.
 
     Attributes:
         reason: which deadline, for people.
     """
 
+    worker_id: int
+    incarnation: int
     reason: str
+
+
+MembershipCommand: TypeAlias = Start | Ping | Overdue
 
 
 @dataclass(eq=False)

@@ -21,8 +21,7 @@ from chaos.envs import Order, Record
 from chaos.hosts import Hosts, Joiner, Joiners, pid_of
 from distcollect.roster.membership import PRESENT
 
-_LOOK_S = 0.01
-_ACT_S = 0.05
+_ACT_S = 0.02
 # Later than this is a failure. The machine is busy: several processes start on few cores.
 _SLACK_S = 4.0
 # From a fault until another process has delivered, including pauses between restarts.
@@ -139,18 +138,13 @@ class Injuries:
         self._begun = len(self.done)
         self._next_at = time.monotonic() + 1.0
         self._ended = threading.Event()
-        self._lock = threading.Lock()
-        self._threads = [
-            threading.Thread(target=work, daemon=True) for work in (self._watch, self._act)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._thread = threading.Thread(target=self._act, daemon=True)
+        self._thread.start()
 
     def stop(self) -> None:
         """Inject no more faults, and end none."""
         self._ended.set()
-        for thread in self._threads:
-            thread.join()
+        self._thread.join()
 
     def end(self) -> tuple[Counter[int], bool]:
         """End the round: end all faults that can be ended.
@@ -196,7 +190,11 @@ class Injuries:
                 return
 
     def _tick(self, now: float) -> None:
+        states = self._collector.worker_states
         for injury in list(self._open):
+            is_gone = states.get(injury.record.worker_id) not in PRESENT
+            if is_gone and injury.detected_s is None and not injury.kind.startswith("raise"):
+                injury.detected_s = now - injury.at
             self._follow(injury, now)
         if now >= self._next_at:
             self._next_at = now + self._rng.expovariate(1 / self._every_s)
@@ -229,8 +227,7 @@ class Injuries:
 
     def _over(self, injury: Injury, wrong: str) -> None:
         injury.over = True
-        with self._lock:
-            self._open.remove(injury)
+        self._open.remove(injury)
         print(f"  {injury}", flush=True)
         if wrong:
             self._checker.fail(f"{injury}: {wrong}; {self._collector.worker_states}")
@@ -292,18 +289,6 @@ class Injuries:
         in_its_place = record.worker_id == mine.worker_id
         return in_its_place and bool(record.incarnation > mine.incarnation)
 
-    def _watch(self) -> None:
-        """Record when workers disappear, to the hundredth of a second."""
-        while not self._ended.wait(_LOOK_S):
-            states = self._collector.worker_states
-            now = time.monotonic()
-            with self._lock:
-                for injury in self._open:
-                    if injury.detected_s is None and not injury.kind.startswith("raise"):
-                        state = states.get(injury.record.worker_id)
-                        if state not in PRESENT:
-                            injury.detected_s = now - injury.at
-
     def _injure(self, now: float) -> None:
         victims = self._victims(now)
         if not victims:
@@ -318,8 +303,7 @@ class Injuries:
         injury = Injury(kind, record, now, begun=kind not in _ORDERS, num_envs=len(seen.envs))
         self.done.append(injury)
         if self._do(injury, seen):
-            with self._lock:
-                self._open.append(injury)
+            self._open.append(injury)
         else:
             self.done.remove(injury)
 

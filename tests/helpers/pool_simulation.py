@@ -124,14 +124,6 @@ class Process:
         return None if last is None or last.answer.done() else last
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
 class Run:
     """Transport, weight sender, failure sink and workers of one pool, driven at random."""
 
@@ -154,7 +146,7 @@ class Run:
         self.inline = inline  # this share of rollouts is sent with its header
         self.hands = hands  # this share of rollouts is handed over to another trainer
         self.num_workers = num_workers
-        self.clock = Clock()
+        self.now = 0.0  # seconds since the start
         self.num_peers = 0
         self.batch = self.batches = self.seeds = self.num_events = 0
         self.deadline = 0.0
@@ -304,10 +296,10 @@ class Run:
 
     def wait(self, _: object, is_done: Callable[[], bool], timeout_s: float) -> bool:
         """Let random events happen until ``is_done()``."""
-        begin = self.clock.now
+        begin = self.now
         while not is_done():
             assert self.happen(), f"stalls in batch {self.batch}: {self.about}"
-            if self.clock.now >= min(self.deadline, begin + timeout_s):
+            if self.now >= min(self.deadline, begin + timeout_s):
                 break
             if self.rng.random() < self.faults / 50:
                 self.counts["interrupted"] += 1
@@ -351,7 +343,7 @@ class Run:
     def happen(self) -> bool:
         """Let one random event happen; False if none is possible."""
         self.num_events += 1
-        self.clock.now += self.rng.expovariate(10)
+        self.now += self.rng.expovariate(10)
         if self.rng.random() < self.faults:
             self.fault()
         else:
@@ -540,7 +532,7 @@ class Run:
 
     def gather(self, timeout_s: float = 1e6) -> list[Rollout]:
         self.batch += 1
-        self.deadline = self.clock.now + timeout_s
+        self.deadline = self.now + timeout_s
         if self.rng.random() < self.hands:
             self.refer(timeout_s)
             return []
@@ -624,7 +616,7 @@ class Run:
     def seed(self) -> None:
         self.seeds += 1
         timeout_s = self.rng.choice([0.2, 1e6])
-        self.deadline = self.clock.now + timeout_s
+        self.deadline = self.now + timeout_s
         try:
             self.pool.seed(self.seeds, static_seed=False, timeout_s=timeout_s)
             self.counts["seeded"] += 1

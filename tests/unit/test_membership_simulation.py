@@ -12,7 +12,7 @@ import pytest
 from helpers.membership_cases import PAUSE_S, SILENCE_S, START_S, make
 
 from distcollect.results import WorkerState
-from distcollect.roster.membership import Overdue, Ping, Start
+from distcollect.roster.membership import Ping, Start
 
 
 class Process:
@@ -101,7 +101,7 @@ class Simulation:
             if isinstance(command, Ping):
                 pings += 1
                 self.ping(process)
-            elif isinstance(command, Overdue):
+            else:
                 self.overdue(process, command.reason)
         if self.steady > 50:
             self.most_pings = max(self.most_pings, pings)
