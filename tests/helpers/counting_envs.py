@@ -259,6 +259,7 @@ class CountingEnv(gym.Env[Any, Any]):
         self.facts = Facts(number, EPISODES - 1, 0, 0)
         self.running = False
         self.closed = False
+        self.num_steps = 0
         self.seeds: list[int | None] = []
         self.kept_actions: list[tuple[Any, int]] = []
         self._shown: list[Any] | None = None
@@ -279,6 +280,7 @@ class CountingEnv(gym.Env[Any, Any]):
         if isinstance(action, np.floating):
             action = np.asarray(action)  # Gymnasium's vector envs give a scalar Box in this form
         assert self.action_space.contains(action), f"{action!r} is not in {self.action_space}"
+        self.num_steps += 1
         echo = echo_of(flatten(self.action_space, action))
         self.kept_actions = [*self.kept_actions[-3:], (action, echo)]
         for kept, its_echo in self.kept_actions:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import engines
 from helpers.counting_envs import (
     CountingEnv,
     Frame,
@@ -22,8 +23,6 @@ import distcollect as dc
 from distcollect.engine.build import build_engine
 from distcollect.engine.engine import Engine
 from distcollect.engine.plan import WorkerPlan
-from distcollect.rollout.assemble import assemble
-from distcollect.rollout.header import Header, Rollout
 from distcollect.rollout.slab import Slab
 
 N, T = 3, 6
@@ -104,12 +103,7 @@ def engine_of(maker: Any, policy: Any = None, *, faults: int = 3, **options: Any
 def collect(engine: Engine, rollouts: int, steps: int = T, **kwargs: Any) -> TensorDict:
     """Collect some rollouts and concatenate them: ``[n, rollouts * steps]``."""
     slab = Slab(engine.layout, steps)
-    parts = []
-    for _ in range(rollouts):
-        engine.collect(slab, **kwargs)
-        tensors = [tensor.clone() for tensor in slab.tensors()]
-        header = Header(0, 0, 0, slab.num_frames, slab.num_steps, 0, (0, 0))
-        parts.append(assemble(engine.layout, [Rollout(header, tensors)]))
+    parts = [engines.collect(engine, steps, slab, **kwargs) for _ in range(rollouts)]
     return torch.cat(parts, 1)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from itertools import count
 from typing import Any
 
@@ -12,10 +11,10 @@ import pytest
 import torch
 from gymnasium.vector import AutoresetMode
 from helpers.counting_envs import CountingEnv, CountingMaker, CountingVectorEnv, Frame, check_frames
+from helpers.engines import Told, collect, offer
 from helpers.loopback_pool import LoopbackWorkers, loopback_collector
 from helpers.loopback_transport import answer_of
 from tensordict import TensorDict
-from torch import nn
 
 import distcollect as dc
 from distcollect.config import Faults
@@ -23,9 +22,8 @@ from distcollect.engine.build import build_engine
 from distcollect.engine.engine import Engine
 from distcollect.engine.pickled_plan import TensorTable
 from distcollect.engine.plan import WorkerPlan
-from distcollect.policy.live_weights import LiveWeights
 from distcollect.rollout.assemble import assemble
-from distcollect.rollout.header import Header, Rollout
+from distcollect.rollout.header import Rollout
 from distcollect.rollout.slab import Slab
 from distcollect.transport.protocol import CollectRequest
 from distcollect.transport.worker_service import WorkerService
@@ -33,29 +31,6 @@ from distcollect.transport.worker_service import WorkerService
 N, T = 3, 8
 LENGTHS = (3, 1, 4, 2)
 KINDS = ["plain", "sync-next", "sync-same", "native-disabled", "native-next", "native-same"]
-
-
-class Told(nn.Module):
-    """Action and extra depend on its one weight; ``at_call`` gets the number of each call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.told = nn.Parameter(torch.zeros(()))
-        self.at_call: Callable[[int], None] = lambda call: None
-        self.calls = 0
-
-    def forward(self, observation: torch.Tensor) -> Any:
-        self.calls += 1
-        self.at_call(self.calls)
-        told = self.told.expand(len(observation)).clone()
-        return observation.sum(-1).long() % 5, {"told": told}
-
-
-def offer(weights: LiveWeights, version: int) -> None:
-    buffer = weights.spare()
-    for view in weights.layout.views(buffer):
-        view.fill_(version)
-    weights.commit(buffer, version)
 
 
 class Run:
@@ -75,13 +50,10 @@ class Run:
             self.policy.at_call = lambda call: (
                 self.engine.preempt() if call == start + preempt_at else None
             )
-        self.engine.collect(self.slab, **kwargs)
+        batch = collect(self.engine, T, self.slab, mask=True, **kwargs)
         self.policy.at_call = lambda call: None
-        tensors = [tensor.clone() for tensor in self.slab.tensors()]
-        header = Header(0, 0, 0, self.slab.num_frames, T, 0, (0, 0))
-        batch = assemble(self.engine.layout, [Rollout(header, tensors)], mask=True)
         check_padding(batch)
-        assert header.num_frames == int(batch["collector", "mask"].sum())
+        assert self.slab.num_frames == int(batch["collector", "mask"].sum())
         self.batches.append(batch)
         return batch
 

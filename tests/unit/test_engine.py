@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from itertools import count
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode
 from helpers.counting_envs import CountingEnv, CountingMaker, CountingVectorEnv
-from tensordict import TensorDict
-from torch import nn
+from helpers.engines import Told, collect, offer
 
 from distcollect.common.step_counter import TASK, StepCounter, Task
 from distcollect.engine.build import build_engine
 from distcollect.engine.engine import Engine
 from distcollect.engine.interrupts import Stopped
 from distcollect.engine.plan import WorkerPlan
-from distcollect.policy.live_weights import LiveWeights
-from distcollect.rollout.assemble import assemble
-from distcollect.rollout.header import Header, Rollout
 from distcollect.rollout.slab import Slab
 
 N, T = 2, 6
@@ -31,44 +25,10 @@ N, T = 2, 6
 KINDS = ["plain", "sync-next", "native-next"]
 
 
-class Told(nn.Module):
-    """Action and extra depend on its one weight; ``at_call`` gets the number of each call."""
-
-    def __init__(self, at_call: Callable[[int], None] = lambda call: None) -> None:
-        super().__init__()
-        self.told = nn.Parameter(torch.zeros(()))
-        self.register_buffer("also", torch.zeros(()))
-        self.at_call = at_call
-        self.calls = 0
-
-    def forward(self, observation: torch.Tensor) -> Any:
-        assert self.told == self.also, "torn"
-        told = self.told.expand(len(observation)).clone()
-        self.calls += 1
-        self.at_call(self.calls)
-        return (told % 5).long(), {"told": told}
-
-
 def engine_of(policy: Any = None, kind: str = "plain", **options: Any) -> Engine:
     maker = CountingMaker(kind, N, lengths=options.pop("lengths", (3, 1, 4, 2)))
     plan = WorkerPlan(maker, N, policy, **options)
     return build_engine(plan, traj_ids=count(100))
-
-
-def collect(engine: Engine, steps: int = T, slab: Slab | None = None, **kwargs: Any) -> TensorDict:
-    slab = slab or Slab(engine.layout, steps)
-    engine.collect(slab, **kwargs)
-    tensors = [tensor.clone() for tensor in slab.tensors()]
-    header = Header(0, 0, 0, slab.num_frames, slab.num_steps, 0, (0, 0))
-    mask = slab.num_frames < slab.reward.size
-    return assemble(engine.layout, [Rollout(header, tensors)], mask=mask)
-
-
-def offer(weights: LiveWeights, version: int) -> None:
-    buffer = weights.spare()
-    for view in weights.layout.views(buffer):
-        view.fill_(version)
-    weights.commit(buffer, version)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -79,11 +39,11 @@ def test_a_swap_in_mid_rollout(kind: str, at: int) -> None:
     engine = engine_of(policy, kind, lengths=(100,))
     start = policy.calls
     policy.at_call = lambda call: offer(engine.weights, 7) if call == start + at else None
-    batch = collect(engine)
+    batch = collect(engine, T)
     version = batch["collector", "policy_version"]
     assert version.tolist() == [[0] * at + [7] * (T - at)] * N
     assert torch.equal(batch["told"].long(), version)
-    after = collect(engine)
+    after = collect(engine, T)
     assert (after["collector", "policy_version"] == 7).all()
     assert (after["told"] == 7).all()
 
@@ -95,12 +55,12 @@ def test_the_newest_of_several_versions_and_random_frames(kind: str) -> None:
     slab = Slab(engine.layout, T)
     offer(engine.weights, 1)
     offer(engine.weights, 2)
-    assert (collect(engine, slab=slab, fresh=True)["told"] == 2).all()
+    assert (collect(engine, T, slab=slab, fresh=True)["told"] == 2).all()
     offer(engine.weights, 3)
-    batch = collect(engine, slab=slab, random=True, fresh=True)
+    batch = collect(engine, T, slab=slab, random=True, fresh=True)
     assert (batch["collector", "policy_version"] == 3).all()
     assert not batch["told"].any()
-    assert (collect(engine, slab=slab, fresh=True)["told"] == 3).all()
+    assert (collect(engine, T, slab=slab, fresh=True)["told"] == 3).all()
 
 
 @pytest.mark.parametrize("kind", ["plain", "native-next"])
@@ -132,15 +92,15 @@ def test_stop(kind: str) -> None:
     """The running step is finished, no other begins; and the engine stays stopped."""
     policy = Told()
     engine = engine_of(policy, kind, lengths=(100,))
-    collect(engine)
+    collect(engine, T)
     start = policy.calls
     policy.at_call = lambda call: engine.stop() if call == start + 3 else None
     with pytest.raises(Stopped):
-        collect(engine)
+        collect(engine, T)
     assert policy.calls == start + 3
     assert engine.counter.lost == {"shut_down": 3 * N}
     with pytest.raises(Stopped):
-        collect(engine)
+        collect(engine, T)
     assert policy.calls == start + 3
 
 
@@ -150,7 +110,7 @@ def test_a_slab_that_is_used_again_shows_nothing_of_before(kind: str) -> None:
     one, other = engine_of(Told(), kind), engine_of(Told(), kind)
     slab = Slab(one.layout, T)
     for _ in range(6):
-        assert (collect(one, slab=slab) == collect(other)).all()
+        assert (collect(one, T, slab=slab) == collect(other, T)).all()
 
 
 # Rows that drift apart.
@@ -164,41 +124,21 @@ class Uneven(CountingVectorEnv):
         super().__init__(envs, AutoresetMode.NEXT_STEP)
 
 
-class Counted(gym.vector.VectorWrapper):
-    """Counts transitions itself: the steps of rows that do not reset themselves."""
-
-    def __init__(self, env: Any) -> None:
-        super().__init__(env)
-        self.real = 0
-        self._over = np.zeros(env.num_envs, bool)
-
-    def reset(self, **kwargs: Any) -> Any:
-        self._over[:] = False
-        return super().reset(**kwargs)
-
-    def step(self, actions: Any) -> Any:
-        self.real += int((~self._over).sum())
-        result = super().step(actions)
-        self._over = result[2] | result[3]
-        return result
-
-
 @pytest.mark.parametrize("fresh", [False, True])
 @pytest.mark.parametrize("lengths", [(1, 50), (3, 3), (50, 1, 2), (1, 1)])
 def test_every_frame_is_accounted_for(lengths: tuple[int, ...], fresh: bool) -> None:
-    env = Counted(Uneven(lengths))
+    env = Uneven(lengths)
     engine = build_engine(WorkerPlan(lambda: env, len(lengths)), traj_ids=count())
-    start = env.real
     delivered = 0
     for _ in range(12):
-        delivered += collect(engine, fresh=fresh).numel()
-        assert engine.counter.stepped == env.real - start
+        delivered += collect(engine, T, fresh=fresh).numel()
+        assert engine.counter.stepped == sum(each.num_steps for each in env.envs)
         held = engine.num_waiting
         assert held <= T * len(lengths)
         lost = engine.counter.lost.get("row_skew", 0)
         assert engine.counter.stepped == delivered + lost + held
     engine.seed([1] * len(lengths), [1] * len(lengths))
-    delivered += collect(engine, fresh=fresh).numel()
+    delivered += collect(engine, T, fresh=fresh).numel()
     lost = engine.counter.lost.get("row_skew", 0)
     assert engine.counter.stepped == delivered + lost + engine.num_waiting
     assert set(engine.counter.lost) <= {"row_skew"}
@@ -227,7 +167,7 @@ def test_memory_given_from_outside_is_exact_between_any_two_steps(kind: str) -> 
     seen: list[list[int]] = []
     policy.at_call = lambda call: seen.append([call - start, *memory[:2].tolist()])
     for rollouts in (1, 2):
-        collect(engine)
+        collect(engine, T)
         assert memory[:2].tolist() == [rollouts * N * T, 0]
         assert engine.counter.stepped == rollouts * N * T
     assert seen == [[step + 1, step * N, 1] for step in range(2 * T)]
@@ -237,7 +177,7 @@ def test_an_interrupted_rollout_is_lost_as_a_whole() -> None:
     """No trajectory continues after the gap that Ctrl-C left."""
     policy = Told()
     engine = engine_of(policy, lengths=(100,))
-    last_ids = collect(engine)["collector", "traj_ids"][:, -1]
+    last_ids = collect(engine, T)["collector", "traj_ids"][:, -1]
 
     def interrupt(call: int) -> None:
         policy.at_call = lambda call: None
@@ -245,9 +185,9 @@ def test_an_interrupted_rollout_is_lost_as_a_whole() -> None:
 
     policy.at_call = interrupt
     with pytest.raises(KeyboardInterrupt):
-        collect(engine)
+        collect(engine, T)
     assert engine.counter.cells[TASK] == Task.IDLE
-    batch = collect(engine)
+    batch = collect(engine, T)
     assert not (batch["collector", "traj_ids"][:, 0] == last_ids).any()
     assert (batch["observation"][:, 0, 2] == 0).all()
 

@@ -28,11 +28,10 @@ class Told(CountingEnv):
 
     def __init__(self, index: int, told: Any, observation: str = "box32") -> None:
         super().__init__(observation=observation, lengths=(100,))
-        self.index, self.told, self.num_steps = index, told, 0
+        self.index, self.told = index, told
 
     def step(self, action: Any) -> Any:
         result = list(super().step(action))
-        self.num_steps += 1
         if self.num_steps == 4:
             result[self.index] = self.told
         return tuple(result)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from itertools import count
 from typing import Any
 
@@ -11,16 +10,13 @@ import numpy as np
 import pytest
 import torch
 from benchmarks.uneven_pool import UnevenPool
+from helpers.engines import Told, collect, offer
 from tensordict import TensorDict
 from torch import nn
 
 import distcollect as dc
 from distcollect.engine.build import build_engine
 from distcollect.engine.plan import WorkerPlan
-from distcollect.policy.live_weights import LiveWeights
-from distcollect.rollout.assemble import assemble
-from distcollect.rollout.header import Header, Rollout
-from distcollect.rollout.slab import Slab
 
 envpool = pytest.importorskip("envpool", reason="EnvPool is not installed")
 # Raised by Gymnasium when EnvPool makes its spaces.
@@ -54,26 +50,6 @@ class Remembering(nn.Module):
         return choose(observation)[0], {"age": age + 1, "seen": age.clone()}
 
 
-class Told(nn.Module):
-    """The extra is its one weight; ``at_call`` is called before each choice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.told = nn.Parameter(torch.zeros(()))
-        self.at_call: Callable[[], None] = lambda: None
-
-    def forward(self, observation: torch.Tensor) -> Any:
-        self.at_call()
-        return choose(observation)[0], {"told": self.told.expand(len(observation)).clone()}
-
-
-def offer(weights: LiveWeights, version: int) -> None:
-    buffer = weights.spare()
-    for view in weights.layout.views(buffer):
-        view.fill_(version)
-    weights.commit(buffer, version)
-
-
 class Collected:
     """An engine over such a pool, and the batches that it gives."""
 
@@ -84,12 +60,7 @@ class Collected:
         )
 
     def collect(self, steps: int, **kwargs: Any) -> TensorDict:
-        slab = Slab(self.engine.layout, steps)
-        self.engine.collect(slab, **kwargs)
-        tensors = [tensor.clone() for tensor in slab.tensors()]
-        header = Header(0, 0, 0, slab.num_frames, slab.num_steps, 0, (0, 0))
-        is_padded = slab.num_frames < slab.reward.size
-        batch = assemble(self.engine.layout, [Rollout(header, tensors)], mask=is_padded)
+        batch = collect(self.engine, steps, **kwargs)
         self.batches.append(batch)
         return batch
 
@@ -163,10 +134,10 @@ def test_each_frame_has_the_version_that_chose_its_action(batch_size: int, fresh
     """In sync mode no frame is older than the weights were when its batch was asked for."""
     policy = Told()
     collected = Collected(make_pool(batch_size=batch_size), policy)
-    versions, calls = count(1), count()
+    versions = count(1)
 
-    def at_call() -> None:
-        if next(calls) % 7 == 6:
+    def at_call(call: int) -> None:
+        if call % 7 == 0:
             offer(collected.engine.weights, next(versions))
 
     policy.at_call = at_call

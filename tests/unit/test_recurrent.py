@@ -11,10 +11,10 @@ import pytest
 import torch
 from gymnasium.vector import AutoresetMode
 from helpers.counting_envs import CountingEnv, CountingMaker, CountingVectorEnv
+from helpers.engines import collect
 from helpers.envs import StumblingEnv
 from helpers.loopback_pool import loopback_collector
 from helpers.recurrent_policies import LENGTHS, Counter, N, T, check, counting_with_tensordict
-from tensordict import TensorDict
 from tensordict.nn import (
     InteractionType,
     ProbabilisticTensorDictModule,
@@ -29,9 +29,6 @@ from distcollect.engine.build import build_engine
 from distcollect.engine.engine import Engine
 from distcollect.engine.plan import WorkerPlan
 from distcollect.errors import PolicyError
-from distcollect.rollout.assemble import assemble
-from distcollect.rollout.header import Header, Rollout
-from distcollect.rollout.slab import Slab
 
 KINDS = ["plain", "sync-next", "native-next"]
 
@@ -42,18 +39,10 @@ def engine_of(policy: Any, kind: str = "plain", lengths: Any = LENGTHS, **option
     return build_engine(plan, traj_ids=count(100))
 
 
-def collect(engine: Engine, steps: int = T, **kwargs: Any) -> TensorDict:
-    slab = Slab(engine.layout, steps)
-    engine.collect(slab, **kwargs)
-    header = Header(0, 0, 0, slab.num_frames, slab.num_steps, 0, (0, 0))
-    mask = slab.num_frames < slab.reward.size
-    return assemble(engine.layout, [Rollout(header, slab.tensors())], mask=mask)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_state_goes_on_and_starts_anew(kind: str) -> None:
     engine = engine_of(Counter(3.0), kind)
-    batches = [collect(engine) for _ in range(4)]
+    batches = [collect(engine, T) for _ in range(4)]
     for batch in batches:
         check(batch, 3.0)
     # Some rollouts begin or end within an episode.
@@ -66,26 +55,26 @@ def test_the_state_goes_on_and_starts_anew(kind: str) -> None:
 def test_a_tensordict_policy_with_a_state() -> None:
     engine = engine_of(counting_with_tensordict())
     for _ in range(3):
-        check(collect(engine))
+        check(collect(engine, T))
 
 
 @pytest.mark.parametrize("kind", ["plain", "sync-next"])
 def test_where_episodes_are_cut(kind: str) -> None:
     engine = engine_of(Counter(), kind, lengths=(1000,), max_frames_per_traj=4)
     for _ in range(3):
-        batch = collect(engine)
+        batch = collect(engine, T)
         check(batch)
         assert batch["frames"].max() == 3
     engine = engine_of(Counter(), kind, reset_at_each_iter=True)
     for _ in range(3):
-        batch = collect(engine)
+        batch = collect(engine, T)
         check(batch)
         assert batch["is_init"][:, 0].all()
 
 
 def test_random_frames_leave_the_state_as_it_starts() -> None:
     engine = engine_of(Counter(2.0))
-    batch = collect(engine, random=True)
+    batch = collect(engine, T, random=True)
     for key in ("frames", ("next", "frames")):
         assert (batch[key] == 2).all()
     assert torch.equal(batch["is_init"].squeeze(-1), batch["observation"][..., 2] == 0)
@@ -154,7 +143,7 @@ def test_padding(kind: str) -> None:
     policy.forward = forward
     engine = engine_of(policy, kind)
     for preempted in (True, False):
-        batch = collect(engine)
+        batch = collect(engine, T)
         assert ("mask" in batch["collector"]) == preempted
         real = batch["collector", "mask"] if preempted else torch.ones(N, T, dtype=torch.bool)
         for row in range(N):
@@ -176,7 +165,7 @@ class Delayed(nn.Module):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_policy_may_return_what_it_was_given(kind: str) -> None:
     """The state's memory is rewritten for the next frame; what it returned is not."""
-    batch = collect(engine_of(Delayed(), kind))
+    batch = collect(engine_of(Delayed(), kind), T)
     assert torch.equal(batch["told"], batch["before"])
     assert torch.equal(batch["is"], batch["last"])
     assert torch.equal(batch["next", "last"], batch["observation"])
@@ -191,7 +180,7 @@ def test_a_policy_may_change_its_state_in_place() -> None:
             total.fill_(-1)
             return output
 
-    check(collect(engine_of(InPlace())))
+    check(collect(engine_of(InPlace()), T))
     engine = stumbling_engine(InPlace())
     check(collect(engine, steps=20))
     assert engine.counter.env_faults == 1
