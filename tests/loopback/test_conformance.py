@@ -6,13 +6,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 from helpers.batch_contract import (
     DELIVERIES,
-    INFO,
     LIGHT,
     SPACES,
     N,
@@ -65,12 +63,6 @@ def test_info_keys(kind: str) -> None:
 @pytest.mark.parametrize("delivery", LIGHT[1:])
 def test_info_keys_in_workers(delivery: str) -> None:
     check_info_keys(delivery, "native-next")
-
-
-def test_info_keys_with_spaces() -> None:
-    spaces = {"odd": gym.spaces.Box(-99, 99, (2,), np.int32), "lap": None}
-    info = {key: INFO[key] for key in (("odd",), ("lap",))}
-    run(DELIVERIES["loopback-sync"], CountingMaker("plain", N), info=info, info_keys=spaces)
 
 
 @pytest.mark.parametrize("delivery", LIGHT)

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import multiprocessing
-import time
+from functools import partial
 from typing import Any
 
-import gymnasium as gym
+import numpy as np
 import pytest
 import torch
+from gymnasium.vector import AsyncVectorEnv
 from helpers.batch_contract import (
     DELIVERIES,
     HEAVY,
     LIGHT,
     SPACES,
-    T,
-    Teller,
     check_a_maker_for_each_worker,
     check_contract,
     check_info_keys,
     check_trajectories_do_not_depend_on_the_number_of_workers,
     same,
 )
-from helpers.counting_envs import ASYNC_KINDS
+from helpers.counting_envs import ASYNC_KINDS, CountingEnv
 from helpers.env_contract import (
     check_episode_statistics_of_the_vector_wrapper,
     check_wrappers_that_change_live_arrays_in_place,
@@ -109,34 +108,22 @@ def test_trajectories_do_not_depend_on_the_number_of_workers() -> None:
     check_trajectories_do_not_depend_on_the_number_of_workers("rpc-sync", False)
 
 
-class SlowAtFirst(gym.Wrapper[Any, Any, Any, Any]):
-    """The first three steps take 0.2 s each."""
+class FramesOfHalves(AsyncVectorEnv):
+    """Gives as the reward how many frames a row has since its reset, which it counts itself."""
 
-    left = 3
+    def reset_wait(self, *args: Any, **kwargs: Any) -> Any:
+        self._counts = np.zeros(self.num_envs)
+        return super().reset_wait(*args, **kwargs)
 
-    def step(self, action: Any) -> Any:
-        if self.left:
-            self.left -= 1
-            time.sleep(0.2)
-        return super().step(action)
+    def step_wait(self, *args: Any, **kwargs: Any) -> Any:
+        observations, _, *others = super().step_wait(*args, **kwargs)
+        self._counts += 1
+        self._counts[observations[:, 2] == 0] = 0
+        return observations, self._counts.copy(), *others
 
 
-def test_a_sync_batch_that_came_too_late_is_not_the_next_one() -> None:
-    """Rollouts requested before the timeout do not come in the next batch."""
-    policy = Teller()
-    with dc.RPCDataCollector(
-        lambda: SlowAtFirst(gym.make("CartPole-v1")),
-        policy,
-        frames_per_batch=2 * T,
-        num_workers=2,
-        sync=True,
-    ) as collector:
-        with pytest.raises(dc.BatchTimeout, match=r"waited for workers \[0, 1\]"):
-            collector.next(timeout_s=0.05)
-        with torch.no_grad():
-            policy.told.fill_(1)
-        collector.update_policy_weights_()
-        batch = collector.next(timeout_s=60)
-        assert batch.shape == (2, T)
-        assert (batch["collector", "policy_version"] == 1).all()
-        assert (batch["told"] == 1).all()
+def test_state_in_the_halves_of_a_vector_env_s_calls() -> None:
+    rows = [partial(CountingEnv, row, lengths=(3 + 2 * row,)) for row in range(2)]
+    with dc.SyncDataCollector(lambda: FramesOfHalves(rows), None, frames_per_batch=16) as each:
+        batch = each.next()
+    assert (batch["next", "reward"][..., 0] == batch["next", "observation"][..., 2]).all()

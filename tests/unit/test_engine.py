@@ -13,6 +13,7 @@ from gymnasium.vector import AutoresetMode
 from helpers.counting_envs import CountingEnv, CountingMaker, CountingVectorEnv
 from helpers.engines import Told, collect, offer
 
+import distcollect as dc
 from distcollect.common.step_counter import TASK, StepCounter, Task
 from distcollect.engine.build import build_engine
 from distcollect.engine.engine import Engine
@@ -142,6 +143,18 @@ def test_every_frame_is_accounted_for(lengths: tuple[int, ...], fresh: bool) -> 
     lost = engine.counter.lost.get("row_skew", 0)
     assert engine.counter.stepped == delivered + lost + engine.num_waiting
     assert set(engine.counter.lost) <= {"row_skew"}
+
+
+@pytest.mark.parametrize(
+    ("long", "played"),
+    [(32, [1] * 8 + [32] * 8), (400, [1, 1, 400, 400])],
+    ids=["frames lost after an end", "much longer than a rollout"],
+)
+def test_an_evaluation_has_whole_episodes_only(long: int, played: list[int]) -> None:
+    """Row 1 makes twice as many frames, and loses some: what is left of an episode is no whole."""
+    with dc.SyncDataCollector(lambda: Uneven((1, long)), None, frames_per_batch=16) as collector:
+        evaluation = collector.evaluate(len(played), timeout_s=20)
+    assert sorted(evaluation.lengths.tolist()) == played
 
 
 def test_another_length_of_rollouts() -> None:

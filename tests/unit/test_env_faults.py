@@ -116,28 +116,6 @@ def test_cut_trajectories_start_their_count_with_the_new_env(at: int) -> None:
     assert batch["collector", "faulted"].sum() == rest
 
 
-class SeesWrong(Fragile):
-    """From some step on its observation does not fit its space."""
-
-    def step(self, action: Any) -> Any:
-        obs, *rest = super().step(action)
-        return obs[:3] if self.calls["step"] == 4 and self.facts.number == 0 else obs, *rest
-
-
-def test_an_observation_that_stops_fitting() -> None:
-    made: list[SeesWrong] = []
-
-    def make() -> SeesWrong:
-        made.append(SeesWrong(10 * len(made), None, LONG))
-        return made[-1]
-
-    engine = build_engine(WorkerPlan(make, 1, max_env_faults=1), traj_ids=count())
-    batch = collect(engine, 1)
-    check_row(batch[0])
-    assert batch["collector", "faulted"].tolist() == [[False, False, True, False, False, False]]
-    assert made[0].closed
-
-
 @pytest.mark.parametrize("faults", [0, 1, 2])
 @pytest.mark.parametrize("row", [0, 2])
 def test_an_env_that_goes_on_raising_is_given_up(faults: int, row: int) -> None:
