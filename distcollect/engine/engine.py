@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from typing import cast
 
 import numpy as np
 
@@ -94,7 +93,9 @@ class Engine(EngineBase):
         # The policy's state has a row for each of the n envs, unless only some get an action.
         of_rows = state if envs.num_ready == envs.num_envs else None
         self._trajectories = Trajectories(envs.num_envs, traj_ids, of_rows)
-        self._loop = _loop_type(envs)(self, state, self._trajectories)
+        loop = AlignedLoop if envs.supports_partial_reset else RaggedLoop
+        loop = loop if envs.loop is None else load(envs.loop)
+        self._loop: RolloutLoop = loop(self, state, self._trajectories)
 
     def seed(self, env_seeds: Sequence[int], policy_seeds: Sequence[int]) -> None:
         self._seeds = list(env_seeds)
@@ -146,12 +147,6 @@ class Engine(EngineBase):
         self._reset_due = False
         self.counter.lose("row_skew", self._loop.drop_waiting())
         self._trajectories.begin_all()
-
-
-def _loop_type(envs: EnvBatch) -> type[RolloutLoop]:
-    if envs.loop is not None:
-        return cast("type[RolloutLoop]", load(envs.loop))
-    return AlignedLoop if envs.supports_partial_reset else RaggedLoop
 
 
 def _layout(envs: EnvBatch, policy: Policy) -> Layout:

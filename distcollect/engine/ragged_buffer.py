@@ -19,22 +19,13 @@ class RaggedBuffer:
         position: int64 ``[n]``, how many finished frames each row has.
     """
 
-    def __init__(self, layout: Layout, num_steps: int, before: RaggedBuffer | None = None) -> None:
-        """Allocate it.
-
-        Args:
-            layout: of the frames.
-            num_steps: T.
-            before: an empty buffer, whose next frames are the next ones here.
-        """
+    def __init__(self, layout: Layout, num_steps: int) -> None:
+        """Allocate it for frames of this layout; ``num_steps`` is T."""
         self.num_steps = num_steps
         self.position = np.zeros(layout.num_envs, np.int64)
         self.frames: Arrays = {
             leaf.key: leaf.zeros(layout.num_envs, 2 * num_steps + 1) for leaf in layout.per_frame
         }
-        if before is not None:
-            for key, frames in self.frames.items():
-                frames[:, 0] = before.frames[key][:, 0]
         self._rows = np.arange(layout.num_envs)
         self._state = [leaf.key for leaf in layout.state]
         # The state leaves after frames that end a trajectory, or whose successor was dropped: the

@@ -158,16 +158,17 @@ class RolloutLoop(ABC):
         return 0 if self._buffer is None else self._buffer.drop()
 
     def _buffer_for(self, num_steps: int, *, fresh: bool) -> RaggedBuffer:
-        """Return the buffer for a rollout of ``num_steps`` steps; see :meth:`fill`."""
-        buffer = self._buffer
-        is_other = buffer is None or buffer.num_steps != num_steps
-        if buffer is not None and (fresh or is_other):
+        """Return the buffer for a rollout of ``num_steps`` steps; see :meth:`fill`.
+
+        It may be another number than that of the last rollout only if all envs were reset since.
+        """
+        if self._buffer is None or self._buffer.num_steps != num_steps:
+            self._buffer = RaggedBuffer(self.layout, num_steps)
+        elif fresh:
             # A trajectory can't span the gap that dropped frames leave.
-            self.trajectories.cut_before(*buffer.last_ids())
-            self.counter.lose("row_skew", buffer.drop())
-        if buffer is None or is_other:
-            buffer = self._buffer = RaggedBuffer(self.layout, num_steps, buffer)
-        return buffer
+            self.trajectories.cut_before(*self._buffer.last_ids())
+            self.counter.lose("row_skew", self._buffer.drop())
+        return self._buffer
 
     def clip(self, action: Arrays) -> None:
         """Clip ``action`` to the bounds of its space, if the options ask for that."""

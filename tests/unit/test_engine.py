@@ -157,16 +157,6 @@ def test_an_evaluation_has_whole_episodes_only(long: int, played: list[int]) -> 
     assert sorted(evaluation.lengths.tolist()) == played
 
 
-def test_another_length_of_rollouts() -> None:
-    """Frames kept for the old length are lost, and no trajectory spans the gap."""
-    engine = build_engine(WorkerPlan(lambda: Uneven((1, 50)), 2), traj_ids=count())
-    first, second = collect(engine, 4), collect(engine, 5)
-    assert engine.counter.lost["row_skew"] > 0
-    row = [batch[1] for batch in (first, second)]
-    assert row[1]["observation"][0, 2] > row[0]["next", "observation"][-1, 2]
-    assert row[1]["collector", "traj_ids"][0] != row[0]["collector", "traj_ids"][-1]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_memory_given_from_outside_is_exact_between_any_two_steps(kind: str) -> None:
     """When the policy is called, all earlier steps are counted."""

@@ -207,7 +207,7 @@ def test_a_pool_that_raises_is_replaced() -> None:
         return made[-1]
 
     collected = Collected(make, max_env_faults=1)
-    collected.collect(6)
+    collected.collect(30)
     usual = made[0]._send
 
     def fails(_: Any) -> None:
