@@ -40,22 +40,17 @@ from distcollect.net.server import Connection, JoinServer
 __all__ = ["connect", "events", "server"]
 
 
-@pytest.fixture
-def settings(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Sets constants of the join server for servers that are made later."""
-
-    def change(**values: float) -> None:
-        for name, value in values.items():
-            monkeypatch.setattr(server_module, name, value)
-
-    return change
+Serve = Callable[..., JoinServer]
 
 
 @pytest.fixture
-def serve(events: Recorder) -> Iterator[Callable[[], JoinServer]]:
+def serve(events: Recorder, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
+    """Makes join servers whose module has other constants."""
     with contextlib.ExitStack() as opened:
 
-        def serve() -> JoinServer:
+        def serve(**constants: float) -> JoinServer:
+            for name, value in constants.items():
+                monkeypatch.setattr(server_module, name, value)
             server = JoinServer("127.0.0.1", TOKEN, events)
             opened.callback(server.close)
             return server
@@ -63,8 +58,11 @@ def serve(events: Recorder) -> Iterator[Callable[[], JoinServer]]:
         yield serve
 
 
+Dial = Callable[[JoinServer], socket.socket]
+
+
 @pytest.fixture
-def dial() -> Iterator[Callable[[JoinServer], socket.socket]]:
+def dial() -> Iterator[Dial]:
     with contextlib.ExitStack() as opened:
 
         def dial(server: JoinServer) -> socket.socket:
@@ -72,10 +70,6 @@ def dial() -> Iterator[Callable[[JoinServer], socket.socket]]:
             return opened.enter_context(sock)
 
         yield dial
-
-
-Serve = Callable[[], JoinServer]
-Dial = Callable[[JoinServer], socket.socket]
 
 
 def is_ended(sock: socket.socket) -> bool:
@@ -103,10 +97,9 @@ def test_a_refused_connection_is_closed_though_the_stranger_stays(
 
 @pytest.mark.parametrize("sent", [b"", b"\0\0\1", to_bytes(Opening())[:50]], ids=len)
 def test_a_silent_stranger_is_closed(
-    settings: Callable[..., None], serve: Serve, connect: Connect, dial: Dial, sent: bytes
+    serve: Serve, connect: Connect, dial: Dial, sent: bytes
 ) -> None:
-    settings(HANDSHAKE_TIMEOUT_S=0.5)
-    server = serve()
+    server = serve(HANDSHAKE_TIMEOUT_S=0.5)
     stranger = dial(server)
     stranger.sendall(sent)
     assert is_ended(stranger)
@@ -126,12 +119,9 @@ def is_closed(client: ControlConnection) -> bool:
         return False
 
 
-def test_strangers_do_not_keep_workers_out(
-    settings: Callable[..., None], serve: Serve, connect: Connect, dial: Dial
-) -> None:
+def test_strangers_do_not_keep_workers_out(serve: Serve, connect: Connect, dial: Dial) -> None:
     """Above the limit the oldest stranger is closed, not the newest."""
-    settings(MAX_STRANGERS=8, _STRANGERS_PER_S=1e6)
-    server = serve()
+    server = serve(MAX_STRANGERS=8, _STRANGERS_PER_S=1e6)
     workers = [connect(server) for _ in range(3)]
     for worker in workers:
         worker.join(hello(), TOKEN)
@@ -144,11 +134,10 @@ def test_strangers_do_not_keep_workers_out(
 
 
 def test_connections_without_a_proof_are_accepted_at_a_rate(
-    settings: Callable[..., None], serve: Serve, connect: Connect, dial: Dial
+    serve: Serve, connect: Connect, dial: Dial
 ) -> None:
     """Processes that prove the token do not count, however many there are."""
-    settings(MAX_STRANGERS=20, _STRANGERS_PER_S=0.001)
-    server = serve()
+    server = serve(MAX_STRANGERS=20, _STRANGERS_PER_S=0.001)
     for _ in range(100):
         client = connect(server)
         client.join(hello(), TOKEN)
@@ -188,10 +177,9 @@ def admitted_without_reading(client: ControlConnection, events: Recorder) -> Con
 
 
 def test_one_that_does_not_read_holds_nobody_up(
-    settings: Callable[..., None], serve: Serve, events: Recorder, connect: Connect
+    serve: Serve, events: Recorder, connect: Connect
 ) -> None:
-    settings(SEND_TIMEOUT_S=2.0)
-    server = serve()
+    server = serve(SEND_TIMEOUT_S=2.0)
     to_deaf = admitted_without_reading(connect(server), events)
     other = connect(server)
     other.join(hello(worker_id=1), TOKEN)
@@ -227,10 +215,10 @@ def test_one_that_reads_slowly_gets_everything(
 
 
 def test_what_is_kept_for_one_that_does_not_read_is_limited(
-    settings: Callable[..., None], serve: Serve, events: Recorder, connect: Connect
+    serve: Serve, events: Recorder, connect: Connect
 ) -> None:
-    settings(SEND_TIMEOUT_S=3600)  # so it is the limit that ends the connection
-    connection = admitted_without_reading(connect(serve()), events)
+    server = serve(SEND_TIMEOUT_S=3600)  # so it is the limit that ends the connection
+    connection = admitted_without_reading(connect(server), events)
     num_unsent = []
     for _ in range(30):
         connection.send(Refused("x" * 500_000))
@@ -283,11 +271,8 @@ def test_a_stranger_makes_room_when_descriptors_run_out(
     assert is_ended(strangers[0])
 
 
-def test_a_flood_of_refusals_is_reported_as_a_number(
-    settings: Callable[..., None], serve: Serve, events: Recorder
-) -> None:
-    settings(_REPORT_PERIOD_S=3.0, _STRANGERS_PER_S=1e6)
-    server = serve()
+def test_a_flood_of_refusals_is_reported_as_a_number(serve: Serve, events: Recorder) -> None:
+    server = serve(_REPORT_PERIOD_S=3.0, _STRANGERS_PER_S=1e6)
     for _ in range(100):
         with socket.create_connection(("127.0.0.1", server.port)) as sock:
             sock.sendall(with_length(b"{}"))
