@@ -75,41 +75,28 @@ class PettingZooEnv(gym.Env[Tree, Tree]):
             raise ArgumentError(
                 f"groups={self.groups}: must contain each of the agents {agents} once, no others"
             )
-        self._observation_spaces = {
-            group: self._space_in(group, "observation", env.observation_space)
-            for group in self.groups
-        }
+        self._observation_spaces: dict[str, Space] = {}
+        self._action_spaces: dict[str, Space] = {}
         # For each group, the leaves of its observation when no agent is present: zeros.
-        self._absent = {
-            group: [leaf.zeros(len(self.groups[group])) for leaf in leaves_of(space, "observation")]
-            for group, space in self._observation_spaces.items()
-        }
-        sizes = {group: len(members) for group, members in self.groups.items()}
-        self._action_spaces = {
-            group: batch_space(self._space_in(group, "action", env.action_space), size)
-            for group, size in sizes.items()
-        }
-        self.action_space = Entries(
-            {group: spaces.Dict({"action": space}) for group, space in self._action_spaces.items()}
-        )
-        self.observation_space = spaces.Dict(
-            {
-                group: spaces.Dict(
-                    {
-                        **_entries(batch_space(self._observation_spaces[group], size)),
-                        "mask": _flags(size),
-                        **{name: _flags(size, 1) for name in _FLAGS},
-                    }
-                )
-                for group, size in sizes.items()
-            }
-        )
-        self.outcome_space = Entries(
-            {
-                group: spaces.Dict({"reward": spaces.Box(-np.inf, np.inf, (size, 1), np.float32)})
-                for group, size in sizes.items()
-            }
-        )
+        self._absent: dict[str, list[np.ndarray]] = {}
+        actions: dict[str, Space] = {}
+        observations: dict[str, Space] = {}
+        outcomes: dict[str, Space] = {}
+        for group, members in self.groups.items():
+            size = len(members)
+            seen = self._space_in(group, "observation", env.observation_space)
+            chosen = batch_space(self._space_in(group, "action", env.action_space), size)
+            self._observation_spaces[group], self._action_spaces[group] = seen, chosen
+            self._absent[group] = [leaf.zeros(size) for leaf in leaves_of(seen, "observation")]
+            actions[group] = spaces.Dict({"action": chosen})
+            entries = _entries(batch_space(seen, size))
+            flags = {"mask": _flags(size)} | {name: _flags(size, 1) for name in _FLAGS}
+            observations[group] = spaces.Dict({**entries, **flags})
+            reward = spaces.Box(-np.inf, np.inf, (size, 1), np.float32)
+            outcomes[group] = spaces.Dict({"reward": reward})
+        self.action_space = Entries(actions)
+        self.observation_space = spaces.Dict(observations)
+        self.outcome_space = Entries(outcomes)
         # Of agents whose part is over: whether they were terminated, and truncated.
         self._ends: dict[str, tuple[bool, bool]] = {}
 

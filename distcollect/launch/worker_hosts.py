@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -76,25 +76,24 @@ class Placer(Protocol):
     address: str
 
     def start(
-        self, trainer: TrainerAddress, num_workers: int, given_up: Callable[[int, str], None]
+        self,
+        trainer: TrainerAddress,
+        num_workers: int,
+        supervised: Callable[[], Collection[int]],
+        give_up: Callable[[int, str], None],
     ) -> None:
         """Request supervisors for the slots from 0 to ``num_workers`` - 1.
 
         Args:
             trainer: where they join.
             num_workers: see above.
-            given_up: called with a slot and the reason, on any thread, if no supervisor for that
+            supervised: gives the slots whose supervisor has joined, and is there.
+            give_up: called with a slot and the reason, on any thread, if no supervisor for that
                 slot will come any more.
 
         Raises:
             LaunchError: the scheduler refuses.
         """
-
-    def joined(self, worker_id: int) -> None:
-        """The supervisor of this slot has joined."""
-
-    def left(self, worker_id: int) -> None:
-        """The connection to the supervisor of this slot has ended."""
 
     @property
     def is_settled(self) -> bool:
@@ -280,7 +279,10 @@ class WorkerHosts(JoinServerEvents):
         for worker_id in further:
             events.slot_opened(worker_id)
         if self._placer is not None:
-            self._placer.start(self._trainer, self._num_expected or 0, events.slot_given_up)
+            num_expected = self._num_expected or 0
+            self._placer.start(
+                self._trainer, num_expected, lambda: self.supervised, events.slot_given_up
+            )
 
     def _is_wanted(self, worker_id: int) -> bool:
         """Return True if the collector uses this slot; surplus ranks of the launch are not used."""
@@ -385,8 +387,6 @@ class WorkerHosts(JoinServerEvents):
             if rank:
                 self._seen.add(worker_id)
             self._changed.notify_all()
-        if self._placer is not None:
-            self._placer.joined(worker_id)
         if self._is_wanted(worker_id):
             if reconnected:  # its processes ended with its old connection, which still seems open
                 self._events.slot_closed(worker_id)
@@ -432,8 +432,6 @@ class WorkerHosts(JoinServerEvents):
                 return
             del self._supervisors[worker_id]
             self._changed.notify_all()
-        if self._placer is not None:
-            self._placer.left(worker_id)
         self._events.slot_closed(worker_id)
 
     def _slot_of(self, connection: Connection) -> int | None:

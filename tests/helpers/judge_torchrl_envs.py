@@ -105,7 +105,9 @@ def check_entries(batch: TensorDictBase, kind: str) -> None:
     """Compare the entries of a kind with what the env gave."""
     if kind == "nested":
         for part in (batch, batch["next"]):
-            same("batch size of the agents", (*batch.shape, NUM_AGENTS), part["agents"].batch_size)
+            agents = part["agents"]
+            same("batch size of the agents", (*batch.shape, NUM_AGENTS), agents.batch_size)
+            same("names of the agents' dimensions", [*batch.names, None], agents.names)
     if kind == "plain":
         return
     for i in product(*map(range, batch.shape)):  # a batch of uneven entries has no other shape

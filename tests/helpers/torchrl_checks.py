@@ -46,16 +46,3 @@ def check_the_same_frames_as_from_torchrls_collector(zoo: Any, kind: str) -> Non
         for key, value in wanted.items():
             assert mine[key].dtype == value.dtype, key
             torch.testing.assert_close(mine[key], value, rtol=0, atol=0, msg=str(key))
-
-
-def check_an_env_that_raises_is_made_anew(zoo: Any, kind: str) -> None:
-    faults = dc.Faults(max_env_faults=1)
-    with dc.SyncDataCollector(zoo.mended(kind), frames_per_batch=10, faults=faults) as collector:
-        batch = collector.next().reshape(-1, 10 if kind == "plain" else 5)
-    # It raises in its second step, which makes no frame.
-    begins = [0, 0, 1, 2, 0]
-    assert (batch["observation"][:, :5, 0] == torch.tensor(begins)).all()
-    assert (batch["next", "observation"][:, :5, 0] == torch.tensor(begins) + 1).all()
-    assert (batch["collector", "faulted"] == (torch.arange(batch.shape[1]) == 0)).all()
-    assert batch["next", "truncated"][:, 0].all()
-    assert batch["next", "done"][:, 0].all()

@@ -8,17 +8,14 @@ from functools import partial
 from typing import Any
 
 import gymnasium as gym
-import numpy as np
 import torch
 from gymnasium.vector import AutoresetMode
 from tensordict import NonTensorData, TensorDict
 from tensordict.nn import TensorDictModule as Mod
 from torchrl.data import (
-    Binary,
     Bounded,
     Categorical,
     Composite,
-    MultiCategorical,
     NonTensor,
     OneHot,
     Unbounded,
@@ -42,7 +39,6 @@ from torchrl.envs import (
     TransformedEnv,
     VecNorm,
     VecNormV2,
-    default_info_dict_reader,
 )
 
 with warnings.catch_warnings():
@@ -172,41 +168,6 @@ class Agents(EnvBase):
         pass
 
 
-class BatchedAgents(EnvBase):
-    """Three rows of two agents; rows end at different steps, and share an entry that is reset."""
-
-    def __init__(self) -> None:
-        super().__init__(batch_size=(3,))
-        agents = partial(Composite, shape=(3, 2))
-        self.observation_spec = Composite(
-            agents=agents(observation=Unbounded((3, 2, 3))), clock=Unbounded((3, 1)), shape=(3,)
-        )
-        self.action_spec = Composite(agents=agents(action=Bounded(-1, 1, (3, 2, 1))), shape=(3,))
-        self.reward_spec = Composite(agents=agents(reward=Unbounded((3, 2, 1))), shape=(3,))
-        flag = Categorical(2, (3, 1), dtype=torch.bool)
-        self.full_done_spec = Composite(done=flag, terminated=flag.clone(), shape=(3,))
-        self._clock = torch.zeros(3, 1)
-
-    def _observe(self) -> dict[str, Any]:
-        seen = self._clock.unsqueeze(-1) + torch.arange(6.0).reshape(2, 3)
-        return {"agents": TensorDict({"observation": seen}, (3, 2)), "clock": self._clock}
-
-    def _reset(self, tensordict: Any, **kwargs: Any) -> TensorDict:
-        is_reset = True if tensordict is None else tensordict.get("_reset", True)
-        self._clock = torch.where(torch.as_tensor(is_reset), 0.0, self._clock)
-        return TensorDict(self._observe(), (3,))
-
-    def _step(self, tensordict: Any) -> TensorDict:
-        self._clock = self._clock + 1
-        entries = self._observe()
-        entries["agents"]["reward"] = tensordict["agents", "action"] + self._clock.unsqueeze(-1)
-        over = self._clock >= torch.tensor([[2.0], [3.0], [3.0]])
-        return TensorDict({**entries, "done": over, "terminated": over.clone()}, (3,))
-
-    def _set_seed(self, seed: int | None) -> None:
-        pass
-
-
 class _OwnStart(Counter):
     """What a step begins with is not what the step before ended with."""
 
@@ -237,53 +198,7 @@ def _transformed(env: EnvBase) -> TransformedEnv:
     )
 
 
-class _OtherTypes(gym.Wrapper[Any, Any, Any, Any]):
-    """NumPy's flags, a whole number as the reward, and an observation whose memory is reused."""
-
-    _seen = np.zeros(4)
-
-    def step(self, action: Any) -> Any:
-        observation, _, terminated, truncated, _info = self.env.step(action)
-        self._seen = observation.astype(np.float64)[::-1]
-        return (
-            self._seen,
-            action,
-            np.bool_(terminated),
-            np.bool_(truncated),
-            {"pole": np.float64(action)},
-        )
-
-
-class _Twice(gym.Wrapper[Any, Any, Any, Any]):
-    """The observation is a dict."""
-
-    def __init__(self, env: gym.Env[Any, Any]) -> None:
-        super().__init__(env)
-        parts = {"observation": env.observation_space, "other": env.observation_space}
-        self.observation_space = gym.spaces.Dict(parts)
-
-    def reset(self, **kwargs: Any) -> Any:
-        observation, info = self.env.reset(**kwargs)
-        return {"observation": observation, "other": 2 * observation}, info
-
-    def step(self, action: Any) -> Any:
-        observation, *rest = self.env.step(action)
-        return {"observation": observation, "other": 2 * observation}, *rest
-
-
-def _wrapped(wrapper: Callable[[Any], Any]) -> EnvBase:
-    return GymWrapper(wrapper(_AlwaysAlike(gym.make("CartPole-v1"))))
-
-
-def _gym(**kwargs: Any) -> EnvBase:
-    return GymWrapper(_AlwaysAlike(gym.make("CartPole-v1")), **kwargs)
-
-
-def _row(number: int) -> Counter:
-    return Counter(first_row=number)
-
-
-_ROWS = [partial(_row, number) for number in range(3)]
+_ROWS = [partial(Counter, first_row=number) for number in range(3)]
 
 # Env makers by their special property.
 KINDS: dict[str, Any] = {
@@ -293,24 +208,12 @@ KINDS: dict[str, Any] = {
     "parallel": lambda: ParallelEnv(2, _ROWS[:2]),
     "transformed": lambda: _transformed(Counter()),
     "transformed batched": lambda: _transformed(Counter(batch_size=(5,))),
-    "serial of transformed": lambda: SerialEnv(3, lambda: _transformed(Counter())),
     "done only": partial(Counter, batch_size=(5,), ways=()),
-    "no truncated": partial(Counter, batch_size=(5,), ways=("terminated",)),
     "discrete": lambda: Counter(action=Categorical(3, ())),
     "one-hot": lambda: Counter(action=OneHot(3, (3,))),
-    "multi-categorical": lambda: Counter(action=MultiCategorical([3, 2], (2,))),
-    "binary": lambda: Counter(action=Binary(4, (4,))),
     "agents": Agents,
-    "serial of agents": lambda: SerialEnv(2, Agents),
-    "batched agents": BatchedAgents,
-    "transformed agents": lambda: TransformedEnv(BatchedAgents(), StepCounter()),
     "its own start": partial(_OwnStart, batch_size=(5,)),
-    "gym one-hot": _gym,
-    "gym info": lambda: _wrapped(_OtherTypes).set_info_dict_reader(
-        default_info_dict_reader(["pole"])
-    ),
-    "gym dict": partial(_wrapped, _Twice),
-    "gym discrete": lambda: _gym(categorical_action_encoding=True),
+    "gym": lambda: GymWrapper(_AlwaysAlike(gym.make("CartPole-v1"))),
 }
 
 
@@ -319,17 +222,10 @@ def pendulum() -> EnvBase:
     return GymEnv("Pendulum-v1")
 
 
-def mended(kind: str) -> Callable[[], EnvBase]:
-    """A maker whose first env raises in its second step; later ones work."""
+def mended() -> Callable[[], EnvBase]:
+    """A maker whose first env, of two rows, raises in its second step; later ones work."""
     fails_at = iter([2])
-
-    def make() -> EnvBase:
-        counter = partial(Counter, fails_at=next(fails_at, None))
-        if kind == "plain":
-            return counter()
-        return (SerialEnv if kind == "serial" else ParallelEnv)(2, counter)
-
-    return make
+    return lambda: ParallelEnv(2, partial(Counter, fails_at=next(fails_at, None)))
 
 
 class _Talking(Counter):

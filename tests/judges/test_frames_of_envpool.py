@@ -56,6 +56,8 @@ class Case:
     num_steps: int
     num_batches: int
     form: str | None
+    max_frames: int | None
+    resets: bool
 
 
 CASES = st.builds(
@@ -65,10 +67,15 @@ CASES = st.builds(
     num_steps=st.integers(1, 20),
     num_batches=st.integers(1, 8),
     form=st.sampled_from([None, "split", "whole"]),
-).filter(lambda case: case.batch_size <= case.num_envs)
+    max_frames=st.none() | st.integers(1, 9),
+    resets=st.booleans(),
+).filter(
+    lambda case: case.batch_size <= case.num_envs and not (case.form == "whole" and case.resets)
+)
 
 
-def check_batch(batch: TensorDictBase, form: str | None, seen: set[bytes]) -> None:
+def check_batch(batch: TensorDictBase, case: Case, seen: set[bytes]) -> None:
+    form = case.form
     rows = batch.reshape(-1, batch.shape[-1])
     for index, row in enumerate(rows.unbind(0)):
         if form is not None:
@@ -82,7 +89,11 @@ def check_batch(batch: TensorDictBase, form: str | None, seen: set[bytes]) -> No
         assert np.array_equal(after, steps + 1), f"{where}: steps {steps}, then {after}"
         done = row["next", "done"][:, 0].numpy()
         assert done[after == LONGEST].all(), where
+        if case.resets and form is None:
+            assert steps[0] == 0, f"{where}: a batch begins at step {steps[0]}, without a reset"
         ids = row["collector", "traj_ids"].numpy()
+        if case.max_frames is not None:
+            assert np.unique(ids, return_counts=True)[1].max() <= case.max_frames, where
         goes_on = ids[1:] == ids[:-1]
         assert not (goes_on & done[:-1]).any(), f"{where}: one traj_id for two episodes"
         assert np.array_equal(steps[1:][goes_on], after[:-1][goes_on]), f"{where}: a gap"
@@ -101,18 +112,21 @@ def collect(kind: Any, case: Case) -> None:
         "info_keys": ["elapsed_step"],
         "split_trajs": case.form == "split",
         "trajs_per_batch": 2 if case.form == "whole" else None,
+        "max_frames_per_traj": case.max_frames,
+        "reset_at_each_iter": case.resets,
     }
     seen: set[bytes] = set()
     num_envs, batch_size = case.num_envs, case.batch_size
     with kind(lambda: make_pool(num_envs, batch_size), **options) as collector:
         for _ in range(case.num_batches):
-            check_batch(collector.next(timeout_s=60), case.form, seen)
+            check_batch(collector.next(timeout_s=60), case, seen)
         episodes = collector.stats().episodes
         if episodes.count:
             # Its reward is 1 for each step: the return is the length, unless frames are missing.
             assert episodes.mean_return == pytest.approx(episodes.mean_length)
             # Random actions keep the pole up for eight steps at least.
-            assert episodes.min_return >= 8, "an episode that does not begin at a reset"
+            shortest = min(8, case.max_frames or 8)
+            assert episodes.min_return >= shortest, "an episode that does not begin at a reset"
 
 
 @drawn()

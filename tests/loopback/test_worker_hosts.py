@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import pytest
 
@@ -134,16 +134,14 @@ class Scheduler:
         self.told: list[object] = []
 
     def start(
-        self, trainer: TrainerAddress, num_workers: int, given_up: Callable[[int, str], None]
+        self,
+        trainer: TrainerAddress,
+        num_workers: int,
+        supervised: Callable[[], Collection[int]],
+        give_up: Callable[[int, str], None],
     ) -> None:
         self.told.append(num_workers)
-        self.given_up = given_up
-
-    def joined(self, worker_id: int) -> None:
-        self.told.append(f"{worker_id} joined")
-
-    def left(self, worker_id: int) -> None:
-        self.told.append(f"{worker_id} left")
+        self.supervised, self.give_up = supervised, give_up
 
     def missing(self) -> str:
         return "worker 1 is missing"
@@ -176,10 +174,12 @@ def test_a_scheduler_starts_the_supervisors() -> None:
     for connection in (second, by_itself):
         welcome(hosts, connection)
     assert hosts.supervised == [1, 2], "slots of the scheduler are not given to others"
+    assert scheduler.supervised() == [1, 2]
     hosts.closed(second)  # type: ignore[arg-type]
+    assert scheduler.supervised() == [2]
     welcome(hosts, moved)
-    scheduler.given_up(0, "is given up")
+    scheduler.give_up(0, "is given up")
     assert slots.told == ["1 open", "2 open", "1 closed", "1 open", "0 is given up"]
     hosts.detach()
-    assert scheduler.told == [2, "1 joined", "2 joined", "1 left", "1 joined", "end"]
+    assert scheduler.told == [2, "end"]
     assert moved.sent == [SupervisorWelcome(1), Goodbye()]

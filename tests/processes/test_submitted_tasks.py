@@ -13,7 +13,7 @@ import pytest
 from helpers.bad_launches import free_port
 from helpers.launching import start
 
-from distcollect.integrations.slurm.jobs import Job, Submitter
+from distcollect.integrations.slurm.jobs import Job
 from distcollect.integrations.slurm.submit import objection
 from distcollect.launch.run_folder import LISTENING, RUN_VARIABLE, TOKEN_VARIABLE, RunFolder
 from distcollect.launch.worker_hosts import WorkerHosts
@@ -29,10 +29,9 @@ def run(tmp_path: Path) -> RunFolder:
 
 def test_a_task_s_own_process_stays_small(run: RunFolder) -> None:
     """Each task has such a process; it must not import torch, which takes hundreds of MB."""
-    submitter = Submitter(run, {"cwd": run.path, "notice_s": 60, "max_time_limits": 1})
-    job = Job(name="test", trains=False, command=["true"], requests={})
+    job = Job(run, {"cwd": run.path, "notice_s": 60}, False, ["true"], {})
     file = run.path / "task.pkl"
-    file.write_bytes(cloudpickle.dumps(submitter.task(job)))
+    file.write_bytes(cloudpickle.dumps(job.task()))
     code = (
         "import pickle, sys; task = pickle.load(open(sys.argv[1], 'rb')); "
         "assert task.command == ['true'] and task.grace_s == 50, task; "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.launching import start
 from helpers.slurm_cluster import SCRIPT, SlurmCluster, SubmittedRun, cluster, needs_slurm
 
 from distcollect.commands.main import main
@@ -46,7 +46,7 @@ def status(run: SubmittedRun, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
-def check_batches(run: SubmittedRun, *, sync: bool) -> None:
+def check_batches(run: SubmittedRun) -> None:
     """Each batch counts once, and used the weights of its version."""
     numbers = [batch["number"] for batch in run.batches]
     assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
@@ -56,35 +56,11 @@ def check_batches(run: SubmittedRun, *, sync: bool) -> None:
     for batch in run.batches:
         assert batch["version"] == batch["number"] + begin
         assert batch["frames"] == 240 * batch["number"]
-        if sync:
-            assert batch["seen"] == [batch["number"] - 1]
+        assert batch["seen"] == [batch["number"] - 1]
 
 
-def start(words: list[str]) -> subprocess.Popen[str]:
-    return start_python(["-m", "distcollect", *words])
-
-
-def start_python(words: list[Any]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd="/",
-    )
-
-
-@contextlib.contextmanager
-def ended(*processes: subprocess.Popen[str]) -> Iterator[None]:
-    """At the end they have ended, and their pipes are closed."""
-    try:
-        yield
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-            assert process.stdout is not None
-            process.stdout.close()
+def distcollect(words: list[str]) -> subprocess.Popen[str]:
+    return start([sys.executable, "-m", "distcollect", *words], cwd="/")
 
 
 def test_two_runs_at_once(cluster: SlurmCluster, capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,12 +68,11 @@ def test_two_runs_at_once(cluster: SlurmCluster, capsys: pytest.CaptureFixture[s
     good, bad = cluster.new_folder(), cluster.new_folder()
     words = typed(good, "--nodes", 3, "--wait", arguments=["--batches", 40])
     failing = typed(bad, "--nodes", 2, "--wait", arguments=["--fail-at", 3])
-    processes = [start(words), start(failing)]
-    with ended(*processes):
-        outputs = [process.communicate(timeout=200)[0] for process in processes]
+    processes = [distcollect(words), distcollect(failing)]
+    outputs = [process.communicate(timeout=200)[0] for process in processes]
     assert processes[0].returncode == 0, outputs[0]
     run = SubmittedRun(good)
-    check_batches(run, sync=True)
+    check_batches(run)
     assert run.said[-1] == {"event": "done", "batches": 40}
     assert run.batches[-1]["workers"] == [0, 1]
     assert re.search(r"trainer +\d+ +COMPLETED .* done", outputs[0])
@@ -147,7 +122,7 @@ def test_trainer_and_workers_apart(
 
     stop.touch()
     cluster.until(lambda: not cluster.command("squeue", "-h"), 40)
-    check_batches(run, sync=True)
+    check_batches(run)
     assert len(re.findall(r"COMPLETED .* done", status(run, capsys))) == 3
 
 
@@ -155,10 +130,9 @@ def test_a_script_that_submits_itself(cluster: SlurmCluster) -> None:
     """``submitit_delayed_launcher``: two jobs of workers serve the decorated ``main()``."""
     folder = cluster.new_folder()
     script = SCRIPT.with_name("train_delayed.py")
-    process = start_python([script, folder])
-    with ended(process):
-        cluster.until(lambda: process.poll() is not None)
-        output, _ = process.communicate()
+    process = start([sys.executable, script, folder], cwd="/")
+    cluster.until(lambda: process.poll() is not None)
+    output, _ = process.communicate()
     assert process.returncode == 0, output
     assert re.search(r"trainer +\d+ +COMPLETED .* done", output)
     assert SubmittedRun(folder).said == [{"event": "done", "frames": 240, "workers": [0, 1]}]
@@ -185,7 +159,7 @@ def test_preempted_and_resumed(cluster: SlurmCluster, capsys: pytest.CaptureFixt
     stop.touch()
     cluster.until(lambda: not cluster.command("squeue", "-h"), 40)
     assert run.batches[0]["number"] == begin["batches"] + 1
-    check_batches(run, sync=True)
+    check_batches(run)
     assert len(re.findall(r"COMPLETED .* done", status(run, capsys))) == 2
 
 
@@ -212,7 +186,7 @@ def test_a_worker_s_node_crashes(cluster: SlurmCluster, capsys: pytest.CaptureFi
         cluster.until(lambda: not cluster.command("squeue", "-h"), 40)
     finally:
         cluster.node("node3", "start")
-    check_batches(run, sync=True)
+    check_batches(run)
     assert re.search(r"COMPLETED .* done", status(run, capsys))
 
 
@@ -245,7 +219,7 @@ def test_the_trainer_s_node_crashes(
         cluster.until(lambda: not cluster.command("squeue", "-h"), 40)
     finally:
         cluster.node("node1", "start")
-    check_batches(run, sync=True)
+    check_batches(run)
 
 
 @pytest.mark.slow
@@ -279,7 +253,7 @@ def test_cancel(cluster: SlurmCluster, capsys: pytest.CaptureFixture[str]) -> No
     assert main(["cancel", str(folder)]) == 0
     cluster.until(lambda: "CANCELLED" in status(run, capsys))
     assert "it was cancelled" in status(run, capsys)
-    late = start(["worker", "--run", str(folder)])
+    late = distcollect(["worker", "--run", str(folder)])
     assert "the run is over: it was cancelled" in late.communicate(timeout=60)[0]
     assert late.returncode == 0
     more = ["submit", "--add-workers", str(folder), "--worker-jobs", "1"]
@@ -292,7 +266,7 @@ def test_cancel(cluster: SlurmCluster, capsys: pytest.CaptureFixture[str]) -> No
     [
         (["--partition", "gpus"], r"invalid partition specified: gpus\n(?s:.*)  main: .*\n  low: "),
         (["--nodes", 4], "would not run the trainer"),
-        (["--cpus-per-task", 400], "requested: .*, cpus_per_task=400"),
+        (["--cpus-per-task", 400], "requested:\n(?s:.*)  #SBATCH --cpus-per-task=400"),
         (["--gpus-per-node", 3], "gpu:2"),
         (["--mem-gb", 900], "would not run the trainer"),
         (["--worker-jobs", 1, "--worker-partition", "none"], "would not run the workers: "),

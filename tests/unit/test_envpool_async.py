@@ -113,21 +113,6 @@ class Collected:
         self.lost()
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
-def test_rows_are_cut_and_reset(batch_size: int) -> None:
-    options = {"max_frames_per_traj": 3, "reset_at_each_iter": True}
-    collected = Collected(make_pool(batch_size=batch_size), **options)
-    for _ in range(4):
-        collected.collect(8)
-    collected.check()
-    for row in collected.rows():
-        ids, counts = row["collector", "traj_ids"].unique(return_counts=True)
-        assert counts.max() == 3
-        assert len(ids) >= 4 * 3
-    starts = torch.stack([batch["observation"][:, 0] for batch in collected.batches])
-    assert (starts.abs() <= 0.05).all(), "not the first observation of an episode"
-
-
 @pytest.mark.parametrize("fresh", [False, True])
 @pytest.mark.parametrize("batch_size", [1, 2, 4])
 def test_each_frame_has_the_version_that_chose_its_action(batch_size: int, fresh: bool) -> None:

@@ -86,6 +86,9 @@ COMMANDS: list[tuple[str, str]] = [
     ("submit --time 1 five.py", "--notice 120 s .*1 minute.*more --time, or a shorter"),
     ("submit --run-folder five.py/run five.py", "five.py is a file: name another --run-folder"),
     ("submit --run-folder run five.py", "run holds a run already: name another"),
+    ("submit --time 0 five.py", "--time: '0': must be more than 0"),
+    ("submit --add-workers run", "needs --worker-jobs"),
+    ("submit --add-workers run --worker-jobs 1 five.py", "takes no script"),
     ("submit --add-workers ended --worker-jobs 1", "is over: it is done. Submit its script again"),
     (
         "submit --add-workers run --worker-jobs 1",

@@ -16,35 +16,6 @@ import distcollect as dc
 pytest.importorskip("pettingzoo", reason="the pettingzoo extra is not installed")
 
 
-def test_agents_that_die_early() -> None:
-    with dc.SyncDataCollector(Lives, frames_per_batch=8) as collector:
-        # The probe resets it twice, so this episode has the number 0 or 1, then the next.
-        batch = collector.next()
-    after = batch["next"]
-    ant, bee = batch["ant"], batch["bee"]
-    assert ant["observation"].shape == (8, 2, 2)
-    assert bee["observation"].shape == (8, 1, 2)
-    assert ant["action"].shape == (8, 2, 3)
-    assert bee["action"].shape == (8, 1)
-    assert bee["action"].dtype == torch.int64
-    alive = torch.tensor([[True, True], [True, True], [False, True], [False, True]] * 2)
-    assert torch.equal(ant["mask"], alive)
-    # A dying agent has a last observation; after that come zeros.
-    assert after["ant", "observation"][:4, 0, 0].tolist() == [2, 3, 0, 0]
-    assert after["ant", "observation"][:4, 1, 0].tolist() == [2, 3, 4, 5]
-    assert ant["observation"][4, :, 0].tolist() == [1, 1]
-    assert after["ant", "mask"][:4].tolist() == [[True, True], *2 * [[False, True]], 2 * [False]]
-    assert after["ant", "reward"][:4].squeeze(-1).tolist() == [[10, 11], [20, 21], [0, 31], [0, 41]]
-    assert after["bee", "reward"][:4].flatten().tolist() == [12, 22, 32, 0]
-    assert after["reward"][:4].flatten().tolist() == [33, 63, 63, 41]
-    assert after["ant", "terminated"][:4, 0, 0].tolist() == [False, True, True, True]
-    assert ant["done"][:5, 0, 0].tolist() == [False, False, True, True, False]
-    assert after["done"].flatten().tolist() == 2 * [False, False, False, True]
-    ends = after.exclude("ant", "bee")[[3, 7]]
-    assert sorted(ends["truncated"].flatten().tolist()) == [False, True]
-    assert torch.equal(ends["terminated"], ~ends["truncated"])
-
-
 def test_a_policy_that_writes_the_rewards_of_agents() -> None:
     keys: Any = {"in_keys": [("ant", "observation")]}
     keys["out_keys"] = [("ant", "action"), ("bee", "action"), ("ant", "reward")]

@@ -78,7 +78,6 @@ def test_a_list_has_an_entry_for_each_worker() -> None:
     ("given", "error", "message"),
     [
         ({}, dc.ArgumentError, "num_workers is missing: .*num_collectors"),
-        ({"num_workers": 0}, dc.ArgumentError, "num_workers=0"),
         ({"remote_configs": [{}]}, dc.ArgumentError, r"1 entries for 2 worker\(s\)"),
         ({"remote_configs": 1}, dc.ArgumentTypeError, "remote_configs=1: must be a dict"),
         ({"remote_configs": {"name": "x"}}, dc.ArgumentError, "'name' can't be set: the actors"),
@@ -98,7 +97,6 @@ def test_a_list_has_an_entry_for_each_worker() -> None:
             dc.ArgumentError,
             "each worker has an actor of its own",
         ),
-        ({"collector_class": "ray"}, dc.ArgumentError, "several workers"),
         ({"remote_config": {}}, dc.ArgumentTypeError, "did you mean 'remote_configs'"),
     ],
 )
@@ -168,12 +166,6 @@ def test_in_a_job_of_ray_any_collector_for_several_hosts_asks_ray(
         assert made.num_to_start == 3
         assert made.placer == RaySettings()
     assert RPCOptions(**GIVEN, num_workers=2).placer is None
-
-
-def test_resources_in_words() -> None:
-    assert ray_cluster.words({"CPU": 1.0, "GPU": 0.5, "memory": 2e9}) == (
-        "1 CPU, 0.5 GPU, 2.0 GB of memory"
-    )
 
 
 def test_the_handler_of_sigterm_stays_in_effect(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,37 +70,6 @@ def test_a_submitit_without_a_private_part_is_refused(
     assert re.search(complaint, capsys.readouterr().err)
 
 
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        ([], "no script given"),
-        (["no-such-file.py"], "no-such-file.py is not a file"),
-        (["--time", 5, "--notice", 300, SCRIPT], "--notice 300 s is all of the 5 minute(s)"),
-        (["--add-workers", "/no/such", "--worker-jobs", 1], "holds no run"),
-        (["--add-workers", "/no/such"], "needs --worker-jobs"),
-        (["--add-workers", "/no/such", "--worker-jobs", 1, SCRIPT], "takes no script"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(
-    options: list[object], complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(dry(*options)) == 2
-    assert complaint in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "option",
-    [
-        *(["--nodes", "0"], ["--time", "soon"], ["--time", "0"], ["--worker-jobs", "-1"]),
-        *(["--gpus-per-node", "-1"], ["--mem-gb", "0"], ["--patience", "-1"]),
-    ],
-)
-def test_numbers_are_checked(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(dry(*option, SCRIPT))
-    assert f"argument {option[0]}: '{option[1]}'" in capsys.readouterr().err
-
-
 def test_no_slurm_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -121,12 +90,6 @@ def test_a_folder_that_others_can_t_see(where: str, capsys: pytest.CaptureFixtur
     assert f"{where} is in {Path(where).parent}, of which each host has its own" in said
     assert "--trust-folder" in said
     assert not Path(where).exists()
-
-
-def test_a_folder_with_a_run(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["submit", "--trust-folder", "--run-folder", str(run.path), str(SCRIPT)]
-    assert main(command) == 2
-    assert "holds a run already" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import enum
 import logging
 import math
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from distcollect.common.forks import Owner
 from distcollect.common.waiting import Reminder
@@ -38,28 +36,16 @@ _DISCONNECTED = (
 )
 
 
-class _State(enum.Enum):
-    """How far the supervisor of a slot is."""
-
-    WAITING = enum.auto()  # Ray has not started its actor, or starts it again
-    STARTED = enum.auto()  # its actor runs
-    JOINED = enum.auto()  # it has joined the trainer
-    GIVEN_UP = enum.auto()  # Ray doesn't start it any more, whatever is reported after this
-
-
-@dataclass(eq=False)
-class _Placed:
+class _Placed(NamedTuple):
     """A slot's actor.
 
     Attributes:
         actor: Ray's handle.
         served: Ray's reference to the end of :meth:`.RayWorker.serve`.
-        state: see :class:`_State`.
     """
 
     actor: Any
     served: Any
-    state: _State = _State.WAITING
 
 
 class RayPlacer:
@@ -72,7 +58,7 @@ class RayPlacer:
         address: this host's address in the Ray cluster.
     """
 
-    _given_up: Callable[[int, str], None]
+    _give_up_slot: Callable[[int, str], None]
 
     def __init__(self, settings: RaySettings) -> None:
         """Connect to Ray.
@@ -85,17 +71,25 @@ class RayPlacer:
         self._connection = ray_cluster.connection(self._ray)
         self.address = str(self._ray.util.get_node_ip_address())
         self._owner = Owner()
+        self._supervised: Callable[[], Collection[int]] = tuple
         self._lock = threading.Lock()  # of what follows
         self._slots: list[_Placed] = []
+        self._started: set[int] = set()  # slots whose actor runs, and has not joined since
+        self._given_up: set[int] = set()
+        self._last_absent: tuple[list[int], list[int]] = [], []
         self._changed_at = math.inf
         self._placement_group: Any = None
         self._closed = threading.Event()
 
     def start(
-        self, trainer: TrainerAddress, num_workers: int, given_up: Callable[[int, str], None]
+        self,
+        trainer: TrainerAddress,
+        num_workers: int,
+        supervised: Callable[[], Collection[int]],
+        give_up: Callable[[int, str], None],
     ) -> None:
         """Create the actors; see :class:`~.worker_hosts.Placer`."""
-        self._given_up = given_up
+        self._supervised, self._give_up_slot = supervised, give_up
         name = f"distcollect-{secrets.token_hex(3)}-worker"
         log.info("asking Ray for %d actor(s), named %s-0 and so on", num_workers, name)
         if too_much := self._too_much(range(num_workers), num_workers):
@@ -127,8 +121,7 @@ class RayPlacer:
         )
         with self._lock:
             self._slots.append(_Placed(actor, served))
-            self._changed_at = time.monotonic()
-        started.future().add_done_callback(partial(self._started, worker_id))
+        started.future().add_done_callback(partial(self._has_started, worker_id))
         served.future().add_done_callback(partial(self._ended, worker_id))
 
     def _group_options(self, name: str, num_workers: int) -> Sequence[dict[str, Any]]:
@@ -170,57 +163,46 @@ class RayPlacer:
 
     # Called by Ray, on a thread of its own.
 
-    def _started(self, worker_id: int, started: Any) -> None:
+    def _has_started(self, worker_id: int, started: Any) -> None:
         if started.exception() is None:
-            self._enter(worker_id, _State.STARTED)
+            with self._lock:
+                self._started.add(worker_id)
 
     def _ended(self, worker_id: int, served: Any) -> None:
         if not self._closed.is_set():
             self._give_up(worker_id, _reason(worker_id, served.exception()))
 
     def _give_up(self, worker_id: int, reason: str) -> None:
-        if self._enter(worker_id, _State.GIVEN_UP):
-            self._given_up(worker_id, reason)
-
-    # What the trainer's join server sees.
-
-    def joined(self, worker_id: int) -> None:
-        """See :class:`~.worker_hosts.Placer`."""
-        self._enter(worker_id, _State.JOINED)
-
-    def left(self, worker_id: int) -> None:
-        """See :class:`~.worker_hosts.Placer`."""
-        self._enter(worker_id, _State.WAITING)
-
-    def _enter(self, worker_id: int, state: _State) -> bool:
-        """Change the state of a slot; False if it stays as it is."""
         with self._lock:
-            if worker_id >= len(self._slots):
-                return False  # it has joined by itself
-            slot = self._slots[worker_id]
-            is_late = state is _State.STARTED and slot.state is _State.JOINED
-            if is_late or slot.state is _State.GIVEN_UP:
-                return False
-            slot.state, self._changed_at = state, time.monotonic()
-            return True
+            if worker_id in self._given_up:
+                return
+            self._given_up.add(worker_id)
+        self._give_up_slot(worker_id, reason)
 
-    def _in(self, state: _State) -> list[int]:
-        """Return the slots that are in a state."""
-        return [worker_id for worker_id, slot in enumerate(self._slots) if slot.state is state]
+    def _absent(self) -> tuple[list[int], list[int]]:
+        """The slots whose actor runs, but has not joined, and those whose actor does not run.
+
+        Those that were given up are not awaited any more.
+        """
+        joined = set(self._supervised())
+        with self._lock:
+            self._started -= joined  # if one of them leaves, Ray starts its actor again
+            awaited = set(range(len(self._slots))) - joined - self._given_up
+            absent = sorted(awaited & self._started), sorted(awaited - self._started)
+            if absent != self._last_absent:
+                self._last_absent, self._changed_at = absent, time.monotonic()
+            return absent
 
     @property
     def is_settled(self) -> bool:
         """See :class:`~.worker_hosts.Placer`."""
-        with self._lock:
-            if self._in(_State.STARTED):
-                return False
-            is_missing = bool(self._in(_State.WAITING))
-            return not is_missing or time.monotonic() - self._changed_at >= _SETTLED_S
+        joining, waiting = self._absent()
+        is_old = time.monotonic() - self._changed_at >= _SETTLED_S
+        return not joining and (is_old or not waiting)
 
     def missing(self) -> str:
         """See :class:`~.worker_hosts.Placer`."""
-        with self._lock:
-            joining, waiting = self._in(_State.STARTED), self._in(_State.WAITING)
+        joining, waiting = self._absent()
         parts = []
         if joining:
             parts.append(f"Ray has started {_names(joining)}, which did not join yet")
@@ -239,24 +221,22 @@ class RayPlacer:
 
     def _watch(self) -> None:
         """Say from time to time which workers are missing; give all up when Ray is gone."""
-        reminder, before = Reminder(0.0), None
+        reminder = Reminder(0.0)
         while not self._closed.wait(_WATCH_PERIOD_S):
             if not self._ray.is_initialized():
                 for worker_id in range(len(self._slots)):
                     self._give_up(worker_id, _DISCONNECTED)
                 return
-            now, states = time.monotonic(), [slot.state for slot in self._slots]
-            if states != before:
-                reminder, before = Reminder(now), states
-            elif reminder.is_due(now):
-                self._report(now - reminder.began)
-
-    def _report(self, elapsed_s: float) -> None:
-        try:
-            if missing := self.missing():
-                log.warning("after %.0f s: %s", elapsed_s, missing)
-        except self._ray.exceptions.RayError as error:
-            log.warning("Ray does not answer: %s", error)
+            self._absent()
+            if reminder.began != self._changed_at:
+                reminder = Reminder(self._changed_at)
+            if not reminder.is_due(now := time.monotonic()):
+                continue
+            try:
+                if missing := self.missing():
+                    log.warning("after %.0f s: %s", now - reminder.began, missing)
+            except self._ray.exceptions.RayError as error:
+                log.warning("Ray does not answer: %s", error)
 
     def close(self) -> None:
         """Kill the actors, wait until they have ended, and release the connection to Ray."""
@@ -275,7 +255,8 @@ class RayPlacer:
 
     def _kill(self) -> None:
         ray, slots = self._ray, self._slots
-        started = [slot.served for slot in slots if slot.state is not _State.WAITING]
+        _, waiting = self._absent()
+        started = [slot.served for worker_id, slot in enumerate(slots) if worker_id not in waiting]
         if started:
             ray.wait(started, num_returns=len(started), timeout=_END_TIMEOUT_S)
         for slot in slots:

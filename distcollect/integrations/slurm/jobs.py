@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
@@ -32,31 +32,32 @@ for _module in (task, run_folder, process_exit):
     cloudpickle.register_pickle_by_value(_module)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Job:
-    """One job, or an array of equal jobs, and what each of them requests from SLURM.
+    """One job of a run, or an array of equal jobs.
 
     Attributes:
-        name: its name in SLURM's queue.
+        folder: the run's folder.
+        settings: what the run's ``run.json`` holds; of it the scripts' working folder "cwd",
+            "notice_s", how many seconds before the time limit SLURM sends its signal, and
+            "max_time_limits", how often a job is requeued at its time limit.
         trains: whether its first task is the trainer.
         command: the command that each task runs.
-        requests: what it asks for, by submitit's names: at least "nodes", "ntasks_per_node" and
-            "cpus_per_task".
-        options: other options of sbatch by their long names; "" for one without a value.
+        parameters: what each job requests, by submitit's names.
         count: number of jobs; more than one make an array.
     """
 
-    name: str
+    folder: RunFolder
+    settings: Mapping[str, Any]
     trains: bool
     command: Sequence[str]
-    requests: Mapping[str, Any]
-    options: Mapping[str, str] = field(default_factory=dict)
+    parameters: Mapping[str, Any]
     count: int = 1
 
     @property
     def num_tasks(self) -> int:
         """Number of tasks in each job."""
-        return int(self.requests["nodes"] * self.requests["ntasks_per_node"])
+        return int(self.parameters["nodes"] * self.parameters["ntasks_per_node"])
 
     @property
     def about(self) -> tuple[str, str]:
@@ -64,26 +65,8 @@ class Job:
         times = "" if self.count == 1 else f", {self.count} times"
         return "trainer" if self.trains else "workers", times
 
-    def __str__(self) -> str:
-        wanted = {"count": self.count, **self.requests, **self.options}
-        return ", ".join(f"{name}={value}" for name, value in wanted.items() if value is not None)
-
-
-@dataclass(frozen=True)
-class Submitter:
-    """Makes sbatch files for the jobs of one run, and submits them.
-
-    Attributes:
-        folder: the run's folder.
-        settings: what the run's ``run.json`` holds; of it the scripts' working folder "cwd",
-            "notice_s", how many seconds before the time limit SLURM sends its signal, and
-            "max_time_limits", how often a job is requeued at its time limit.
-    """
-
-    folder: RunFolder
-    settings: Mapping[str, Any]
-
-    def sbatch_file(self, job: Job) -> str:
+    @property
+    def sbatch_file(self) -> str:
         """The file that is given to sbatch.
 
         Raises:
@@ -101,50 +84,50 @@ class Submitter:
         text: str = make(
             command=shlex.join(executor),
             folder=self.folder.logs,
-            map_count=job.count if job.count > 1 else None,
-            **self._parameters(job),
+            map_count=self.count if self.count > 1 else None,
+            **self.parameters,
         )
         return text
 
-    def test(self, job: Job) -> str:
-        """Ask SLURM whether it could ever run a job; return why not, or "" if it could.
+    def test(self) -> str:
+        """Ask SLURM whether it could ever run this; return why not, or "" if it could.
 
         Raises:
             LaunchError: this submitit lacks a private part that is needed.
         """
         with tempfile.NamedTemporaryFile("w", suffix=".sh") as file:
-            file.write(self.sbatch_file(job))
+            file.write(self.sbatch_file)
             file.flush()
             done = run_command(["sbatch", "--test-only", file.name], COMMAND_TIMEOUT_S)
         return "" if done.returncode == 0 else done.stderr.strip()
 
-    def submit(self, job: Job) -> str:
-        """Submit a job; return its id.
+    def submit(self) -> str:
+        """Submit it; return its id.
 
         Raises:
             LaunchError: SLURM refused.
         """
         most = self.settings["max_time_limits"]
         executor = submitit.SlurmExecutor(self.folder.logs, max_num_timeout=most)
-        executor.update_parameters(**self._parameters(job))
-        tasks = [self.task(job) for _ in range(job.count)]
+        executor.update_parameters(**self.parameters)
         errors = submitit.core.utils.FailedJobError, submitit.core.utils.FailedSubmissionError
         try:
-            submitted = executor.submit_array(tasks)
+            submitted = executor.submit_array([self.task() for _ in range(self.count)])
         except errors as error:
-            raise LaunchError(f"sbatch refused the job {job.name!r}: {error}") from error
+            name = self.parameters["job_name"]
+            raise LaunchError(f"sbatch refused the job {name!r}: {error}") from error
         job_id = str(submitted[0].job_id).split("_")[0]
-        about = {"trains": job.trains, "count": job.count, "num_tasks": job.num_tasks}
+        about = {"trains": self.trains, "count": self.count, "num_tasks": self.num_tasks}
         self.folder.write(f"jobs/{job_id}.json", {"id": job_id, **about, "submitted": time.time()})
         return job_id
 
-    def task(self, job: Job) -> SlurmTask:
-        """What each task of a job runs."""
+    def task(self) -> SlurmTask:
+        """What each of its tasks runs."""
         return SlurmTask(
-            list(job.command),
+            list(self.command),
             str(self.folder.path),
             str(self.settings["cwd"]),
-            job.trains,
+            self.trains,
             max(5.0, self.settings["notice_s"] - _REQUEUE_S),
             {
                 RUN_VARIABLE: str(self.folder.path),
@@ -152,24 +135,6 @@ class Submitter:
                 "PYTHONUNBUFFERED": "1",
             },
         )
-
-    def _parameters(self, job: Job) -> dict[str, Any]:
-        # A host or a task that fails must not end the others.
-        options: dict[str, str | bool] = {"requeue": True, "no-kill": True}
-        options |= {name: value or True for name, value in job.options.items()}
-        wanted = {name: value for name, value in job.requests.items() if value is not None}
-        return {
-            **wanted,
-            "job_name": job.name,
-            "signal_delay_s": self.settings["notice_s"],
-            "additional_parameters": options,
-            # From SLURM 22.05 on, srun doesn't inherit sbatch's number of CPUs.
-            "srun_args": [
-                *("--kill-on-bad-exit=0", "--wait=0", "--no-kill", "--open-mode=append"),
-                f"--cpus-per-task={wanted['cpus_per_task']}",
-            ],
-            "wckey": None,
-        }
 
 
 def partitions() -> dict[str, str]:

@@ -6,12 +6,15 @@ import argparse
 import re
 import sys
 import time
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from distcollect.commands.argtypes import above_0, count, natural
+from distcollect.commands.argtypes import above_0, count, declare, natural
 from distcollect.errors import ArgumentError, LaunchError
 from distcollect.integrations.slurm import status
-from distcollect.integrations.slurm.jobs import COMMAND_TIMEOUT_S, Job, Submitter, partitions
+from distcollect.integrations.slurm.jobs import COMMAND_TIMEOUT_S, Job, partitions
 from distcollect.integrations.slurm.task import run_command
 from distcollect.launch.run_folder import ENDED, RunFolder, obstacle, others_may_change
 
@@ -43,65 +46,58 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "distcollect submit [OPTIONS] SCRIPT [ARGUMENTS OF THE SCRIPT ...]"
     parser.epilog = _EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    add = parser.add_argument
-    add("script", nargs="?", type=Path, help="the training script, a Python file")
-    add("arguments", nargs=argparse.REMAINDER, help="passed on to the script")
-    add("--run-folder", type=Path, metavar="DIR", help="for the run's files, on a disk that all "
-        "hosts share (default: runs/SCRIPT-TIME in the working folder)")  # fmt: skip
-    add("--add-workers", type=Path, metavar="RUN", help="add worker jobs to the run in this "
-        "folder, instead of submitting a script")  # fmt: skip
-    add("--name", help="of the jobs in SLURM's queue (default: the script's)")
+    parser.add_argument("script", nargs="?", type=Path, help="the training script, a Python file")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="passed on to the script")
+    add = partial(declare, parser.add_argument)
+    add("--run-folder DIR", "for the run's files, on a disk that all hosts share (default: "
+        "runs/SCRIPT-TIME in the working folder)", type=Path)  # fmt: skip
+    add("--add-workers RUN", "add worker jobs to the run in this folder, instead of submitting a "
+        "script", type=Path)  # fmt: skip
+    add("--name NAME", "of the jobs in SLURM's queue (default: the script's)")
 
     job = parser.add_argument_group("the trainer's job")
-    add = job.add_argument
-    add("--nodes", type=count, default=1, help="hosts (default: %(default)s)")
-    add("--tasks-per-node", type=count, default=1, metavar="N", help="the first of all tasks "
-        "is the trainer, the others are workers (default: %(default)s)")  # fmt: skip
-    add("--cpus-per-task", type=count, default=1, metavar="N", help="cores (default: %(default)s)")
-    add("--gpus-per-node", type=natural, default=0, metavar="N", help="GPUs (default: %(default)s)")
-    add("--mem-gb", type=above_0, metavar="GB", help="memory of each node (default: the cluster's)")
-    add("--time", type=minutes, default=60, metavar="TIME", help="time limit, after which the job "
-        "is requeued: 90 (minutes), 12:00:00 or 2-00:00:00 (default: an hour)")  # fmt: skip
-    add("--partition", "-p", metavar="NAME", help="partition (default: the cluster's)")
-    add("--account", "-A", metavar="NAME", help="the account that is charged")
-    add("--qos", metavar="NAME", help="quality of service")
-    add("--slurm", action="append", default=[], metavar="NAME[=VALUE]", help="any other option of "
-        "sbatch, such as constraint=a100 or exclusive")  # fmt: skip
-    add("--setup", action="append", default=[], metavar="LINE", help="shell command to run first, "
-        "such as 'module load cuda'")  # fmt: skip
+    add = partial(declare, job.add_argument)
+    add("--nodes N", "hosts", type=count, default=1)
+    add("--tasks-per-node N", "the first of all tasks is the trainer, the others are workers",
+        type=count, default=1)  # fmt: skip
+    add("--cpus-per-task N", "cores", type=count, default=1)
+    add("--gpus-per-node N", "GPUs", type=natural, default=0)
+    add("--mem-gb GB", "memory of each node (default: the cluster's)", type=above_0)
+    add("--time TIME", "time limit, after which the job is requeued: 90 (minutes), 12:00:00 or "
+        "2-00:00:00", type=minutes, default=60)  # fmt: skip
+    job.add_argument("--partition", "-p", metavar="NAME", help="partition (default: the cluster's)")
+    job.add_argument("--account", "-A", metavar="NAME", help="the account that is charged")
+    add("--qos NAME", "quality of service")
+    add("--slurm NAME[=VALUE]", "any other option of sbatch, such as constraint=a100 or exclusive",
+        action="append")  # fmt: skip
+    add("--setup LINE", "shell command to run first, such as 'module load cuda'", action="append")
 
     workers = parser.add_argument_group("separate jobs for workers, which by default are as above")
-    add = workers.add_argument
-    add("--worker-jobs", type=natural, default=0, metavar="N", help="jobs, of one node each "
-        "(default: %(default)s)")  # fmt: skip
-    add("--worker-tasks", type=count, default=1, metavar="N", dest="worker_tasks_per_node",
-        help="workers in each (default: %(default)s)")  # fmt: skip
-    add("--worker-cpus", type=count, metavar="N", dest="worker_cpus_per_task", help="cores of each "
-        "worker")  # fmt: skip
-    add("--worker-gpus", type=natural, default=0, metavar="N", dest="worker_gpus_per_node",
-        help="GPUs of each job (default: 0)")  # fmt: skip
-    add("--worker-mem-gb", type=above_0, metavar="GB", help="memory of each job")
-    add("--worker-time", type=minutes, metavar="TIME", help="time limit of each job")
-    add("--worker-partition", metavar="NAME", help="partition of these jobs, for example one "
-        "without GPUs")  # fmt: skip
-    add("--worker-slurm", action="append", metavar="NAME[=VALUE]", help="used instead of --slurm")
+    add = partial(declare, workers.add_argument)
+    add("--worker-jobs N", "jobs, of one node each", type=natural, default=0)
+    add("--worker-tasks N", "workers in each", type=count, default=1, dest="worker_tasks_per_node")
+    add("--worker-cpus N", "cores of each worker", type=count, dest="worker_cpus_per_task")
+    add("--worker-gpus N", "GPUs of each job", type=natural, default=0, dest="worker_gpus_per_node")
+    add("--worker-mem-gb GB", "memory of each job", type=above_0)
+    add("--worker-time TIME", "time limit of each job", type=minutes)
+    add("--worker-partition NAME", "partition of these jobs, for example one without GPUs")
+    add("--worker-slurm NAME[=VALUE]", "used instead of --slurm", action="append")
 
-    how = parser.add_argument_group("how to run and submit")
-    add = how.add_argument
-    add("--patience", type=above_0, default=3600.0, metavar="SECONDS", help="how long workers "
-        "wait for a trainer that is queued or requeued, and the trainer for workers "
-        "(default: %(default)g)")  # fmt: skip
-    add("--notice", type=count, default=120, metavar="SECONDS", help="how long before its "
-        "time limit a job gets the signal to save (default: %(default)s)")  # fmt: skip
-    add("--max-time-limits", type=natural, default=100, metavar="N", help="how often a job "
-        "is requeued at its time limit (default: %(default)s)")  # fmt: skip
-    add("--dry-run", action="store_true", help="print the sbatch files, submit nothing")
-    add("--wait", action="store_true", help="stay until the trainer has ended, and print what "
-        "happens; the exit code is 1 if it failed")  # fmt: skip
-    add("--trust-folder", action="store_true", help="accept a run folder that doesn't look "
-        "like it is on a shared disk")  # fmt: skip
-    add("--no-check", action="store_true", help="don't ask SLURM first whether the jobs could "
-        "ever run")  # fmt: skip
+    add = partial(declare, parser.add_argument_group("how to run and submit").add_argument)
+    add("--patience SECONDS", "how long workers wait for a trainer that is queued or requeued, and "
+        "the trainer for workers", type=above_0, default=3600.0)  # fmt: skip
+    add("--notice SECONDS", "how long before its time limit a job gets the signal to save",
+        type=count, default=120)  # fmt: skip
+    add("--max-time-limits N", "how often a job is requeued at its time limit", type=natural,
+        default=100)  # fmt: skip
+    for name, about in {
+        "--dry-run": "print the sbatch files, submit nothing",
+        "--wait": "stay until the trainer has ended, and print what happens; the exit code is 1 if "
+        "it failed",
+        "--trust-folder": "accept a run folder that doesn't look like it is on a shared disk",
+        "--no-check": "don't ask SLURM first whether the jobs could ever run",
+    }.items():
+        add(name, about, action="store_true")
 
 
 def run(given: argparse.Namespace) -> int:
@@ -130,24 +126,24 @@ def run(given: argparse.Namespace) -> int:
             "would be told to end when it begins; ask for more --time, or a shorter --notice"
         )
     command = [sys.executable, "-u", str(script), *given.arguments]
-    jobs = [_job(given, name, command, trains=True)]
-    if given.worker_jobs:
-        jobs.append(_worker_job(given, folder, name))
     settings = {
         "name": name,
         "command": command,
         "script_folder": str(script.parent),
         "cwd": str(Path.cwd()),
-        "num_tasks": jobs[0].num_tasks,
+        "num_tasks": given.nodes * given.tasks_per_node,
         "num_workers": given.worker_jobs * given.worker_tasks_per_node,
         "patience_s": given.patience,
         "notice_s": given.notice,
         "max_time_limits": given.max_time_limits,
         "submitted": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
+    jobs = [_job(given, folder, settings, command, trains=True)]
+    if given.worker_jobs:
+        jobs.append(_worker_job(given, folder, settings))
     if not given.dry_run:
         check_folder(folder, trusted=given.trust_folder)
-    return _submit(given, Submitter(folder, settings), jobs, is_new=True)
+    return _submit(given, jobs, is_new=True)
 
 
 def _add_workers(given: argparse.Namespace) -> int:
@@ -170,8 +166,7 @@ def _add_workers(given: argparse.Namespace) -> int:
             f"the run in {folder.path} was submitted as one task that starts its own workers: "
             "no other worker can join it. Submit its script again, with --worker-jobs"
         )
-    jobs = [_worker_job(given, folder, settings["name"])]
-    return _submit(given, Submitter(folder, settings), jobs, is_new=False)
+    return _submit(given, [_worker_job(given, folder, settings)], is_new=False)
 
 
 def check_folder(folder: RunFolder, *, trusted: bool) -> None:
@@ -203,69 +198,87 @@ def objection(folder: Path) -> str:
     return f"{folder} is in this host's memory ({kind})" if kind in _IN_MEMORY else ""
 
 
-def _submit(
-    given: argparse.Namespace, submitter: Submitter, jobs: list[Job], *, is_new: bool
-) -> int:
+def _submit(given: argparse.Namespace, jobs: list[Job], *, is_new: bool) -> int:
     """Submit the jobs of a run that is new, or has others, or show them."""
     if given.dry_run:
         for job in jobs:
             who, times = job.about
-            print(f"# {who}: {job.num_tasks} task(s){times}\n{submitter.sbatch_file(job)}")
+            print(f"# {who}: {job.num_tasks} task(s){times}\n{job.sbatch_file}")
         return 0
     known = partitions()
     for job in () if given.no_check else jobs:
-        if problem := submitter.test(job):
+        if problem := job.test():
+            lines = job.sbatch_file.splitlines()
+            requested = "\n".join(f"  {line}" for line in lines if line.startswith("#SBATCH"))
             have = "\n".join(f"  {name}: {about}" for name, about in known.items())
             raise LaunchError(
                 f"SLURM would not run the {job.about[0]}: {problem}\n"
-                f"requested: {job}\nthe cluster has\n{have}\n"
+                f"requested:\n{requested}\nthe cluster has\n{have}\n"
                 "(--no-check submits anyway)"
             )
+    folder = jobs[0].folder
     if is_new:
-        submitter.folder.create(dict(submitter.settings))
-    path = submitter.folder.path
+        folder.create(dict(jobs[0].settings))
     for job in jobs:
         who, times = job.about
-        print(f"{who}: job {submitter.submit(job)}{times}", flush=True)
+        print(f"{who}: job {job.submit()}{times}", flush=True)
+    path = folder.path
     print(
         f"run folder: {path}\n  distcollect status {path}\n  distcollect cancel {path}", flush=True
     )
-    return status.follow(submitter.folder) if given.wait else 0
+    return status.follow(folder) if given.wait else 0
 
 
-def _worker_job(given: argparse.Namespace, folder: RunFolder, name: str) -> Job:
+def _worker_job(given: argparse.Namespace, folder: RunFolder, settings: Mapping[str, Any]) -> Job:
     """Return the jobs of workers: what is not given for them is as in the trainer's job."""
     own = {name: getattr(given, f"worker_{name}", None) for name in vars(given)}
     own = {"nodes": 1} | {name: value for name, value in own.items() if value is not None}
     wanted = argparse.Namespace(**vars(given) | own)
     command = [sys.executable, "-m", "distcollect", "worker", "--run", str(folder.path)]
     command += ["--threads", str(wanted.cpus_per_task)]
-    return _job(wanted, f"{name}-workers", command, trains=False)
+    return _job(wanted, folder, settings, command, trains=False)
 
 
-def _job(wanted: argparse.Namespace, name: str, command: list[str], *, trains: bool) -> Job:
-    options = {option: getattr(wanted, option) for option in ("partition", "account", "qos")}
-    options = {option: value for option, value in options.items() if value is not None}
-    for given in wanted.slurm:
-        option, _, options_value = given.partition("=")
+def _job(
+    wanted: argparse.Namespace,
+    folder: RunFolder,
+    settings: Mapping[str, Any],
+    command: list[str],
+    *,
+    trains: bool,
+) -> Job:
+    # A host or a task that fails must not end the others.
+    options: dict[str, str | bool] = {"requeue": True, "no-kill": True}
+    for given in wanted.slurm or ():
+        option, _, value = given.partition("=")
         if not option.strip("-"):
             raise ArgumentError(
                 f"--slurm {given!r}: must be NAME or NAME=VALUE, an option of sbatch"
             )
-        options[option.lstrip("-")] = options_value
-    requests = {
+        options[option.lstrip("-")] = value or True
+    parameters = {
+        "job_name": settings["name"] if trains else f"{settings['name']}-workers",
         "nodes": wanted.nodes,
         "ntasks_per_node": wanted.tasks_per_node,
         "cpus_per_task": wanted.cpus_per_task,
         "gpus_per_node": wanted.gpus_per_node or None,
         "mem": wanted.mem_gb and f"{round(wanted.mem_gb * 1024)}MB",
         "time": wanted.time,
-        "setup": wanted.setup or None,
+        "partition": wanted.partition,
+        "account": wanted.account,
+        "qos": wanted.qos,
+        "setup": wanted.setup,
+        "signal_delay_s": settings["notice_s"],
+        "additional_parameters": options,
+        # From SLURM 22.05 on, srun doesn't inherit sbatch's number of CPUs.
+        "srun_args": [
+            *("--kill-on-bad-exit=0", "--wait=0", "--no-kill", "--open-mode=append"),
+            f"--cpus-per-task={wanted.cpus_per_task}",
+        ],
+        "wckey": None,
     }
     count = 1 if trains else wanted.worker_jobs
-    return Job(
-        name=name, trains=trains, command=command, requests=requests, options=options, count=count
-    )
+    return Job(folder, settings, trains, command, parameters, count)
 
 
 def minutes(text: str) -> int:

@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
+from operator import not_
 from typing import Any
 
 import gymnasium as gym
@@ -48,10 +49,6 @@ _INNER_CLASSES = {
 }  # fmt: skip
 
 
-def _is_nothing(value: Any) -> bool:
-    return value is None or value is False
-
-
 def _is_count(value: Any) -> bool:
     return value is None or (type(value) is int and value > 0)
 
@@ -80,19 +77,15 @@ _TAKEN: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "num_sub_threads": (_is_count, _COUNT),
     "num_workers_per_collector": (_is_count, _COUNT),
-    "interruptor": (_is_nothing, "use preemptive_threshold or batch_deadline_s"),
-    "ray_init_config": (_is_nothing, _RAY),
-    "remote_configs": (_is_nothing, _RAY),
-    "weight_recv_schemes": (
-        lambda value: not value,
-        "workers receive weights by themselves: leave weight_recv_schemes out",
-    ),
-    "worker_idx": (_is_nothing, "worker_ids are given out by the collector"),
-    **dict.fromkeys(
-        ("update_after_each_batch", "num_collectors", "replay_buffer_chunk", "create_env_kwargs",
-         "weight_updater"),
-        (lambda _: True, ""),
-    ),
+    "interruptor": (not_, "use preemptive_threshold or batch_deadline_s"),
+    "ray_init_config": (not_, _RAY),
+    "remote_configs": (not_, _RAY),
+    "weight_recv_schemes": (not_, "leave weight_recv_schemes out: workers receive by themselves"),
+    "worker_idx": (not_, "worker_ids are given out by the collector"),
+}
+_TRANSLATED = {
+    "update_after_each_batch", "num_collectors", "replay_buffer_chunk", "create_env_kwargs",
+    "weight_updater",
 }  # fmt: skip
 # Arguments of ours for which TorchRL's -1 means "none".
 _NONE_IF_MINUS_ONE = ("max_frames_per_traj", "init_random_frames", "max_weight_update_interval")
@@ -123,11 +116,11 @@ def translated(
             takes, advice = _TAKEN[name]
             if not takes(value):
                 raise ArgumentError(f"{name}={value!r}: {advice}")
-        elif name not in _WITHOUT_EFFECT:
+        elif name not in {*_WITHOUT_EFFECT, *_TRANSLATED}:
             raise ArgumentTypeError(unknown_argument(name, own_names))
-        elif value and (advice := _WITHOUT_EFFECT[name]):
+        elif value and (instead := _WITHOUT_EFFECT.get(name)):
             warnings.warn(
-                f"{name}={value!r} has no effect here: {advice}", stacklevel=users_stack_level()
+                f"{name}={value!r} has no effect here: {instead}", stacklevel=users_stack_level()
             )
     _translate_settings(names, arguments)
     _translate_makers(names, arguments)
@@ -187,7 +180,9 @@ def _with_kwargs(makers: Any, kwargs: Any) -> Any:
     """The env maker or makers, called with a dict for all or with one for each."""
     is_list = isinstance(makers, list | tuple)
     if isinstance(kwargs, Mapping):
-        return [partial(m, **kwargs) for m in makers] if is_list else partial(makers, **kwargs)
+        if not is_list:
+            return partial(makers, **kwargs)
+        kwargs = [kwargs] * len(makers)
     if not is_list or len(kwargs) != len(makers):
         raise ArgumentError(
             f"create_env_kwargs={kwargs!r}: a list needs one dict for each maker, and "

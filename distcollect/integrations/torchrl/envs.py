@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from gymnasium.vector import AutoresetMode, VectorEnv
@@ -24,9 +24,7 @@ from torchrl.envs import (
 from distcollect.envs.base import Envs, EnvState, InfoKeys, called
 from distcollect.envs.kinds import EnvKind
 from distcollect.errors import ArgumentError, EnvError, SpaceError
-from distcollect.integrations.torchrl.parallel import let_processes_run
-
-TorchRLEnv: TypeAlias = Any  # torchrl.envs.EnvBase, which has no types
+from distcollect.integrations.torchrl.parallel import TorchRLEnv, base_of, let_processes_run
 
 # Transforms of envs that reset a row when it ends, and can't reset it at any other time.
 _RESETTING_TRANSFORMS = (AutoResetTransform, VecGymEnvTransform)
@@ -69,7 +67,7 @@ class TorchRLEnvs(Envs):
         super().__init__(self.batch_size.numel(), envs, makers)
         self._max_frames: int | None = None
         self._adapters: list[Callable[[TorchRLEnv], TorchRLEnv]] = []
-        for row, env in enumerate(envs):
+        for row, env in enumerate(envs[1:], start=1):
             self._check_like(env, row)
 
     @property
@@ -225,13 +223,6 @@ class TorchRLEnvs(Envs):
     def _check_like(self, env: TorchRLEnv, row: int) -> None:
         """Raise SpaceError if the env's specs are not those of the first env."""
         first = self.members[0]
-        if len(self.members) > 1 and env.batch_size:
-            raise ArgumentError(
-                f"{self.name(row)} has batch_size {list(env.batch_size)}, but a list must contain "
-                "single envs: pass it without a list"
-            )
-        if env is first:
-            return
         for name in ("action", "observation", "reward", "done"):
             mine, theirs = (getattr(each, f"full_{name}_spec") for each in (env, first))
             shapes, expected = _shapes(mine), _shapes(theirs)
@@ -244,7 +235,7 @@ class TorchRLEnvs(Envs):
 
     def _end(self, env: TorchRLEnv) -> None:
         # Before close(), as a ParallelEnv waits there for an answer of each process.
-        for process in vars(_base_of(env)).get("_workers", ()):
+        for process in vars(base_of(env)).get("_workers", ()):
             with contextlib.suppress(ValueError):  # the env has closed this process already
                 process.kill()
                 process.join()
@@ -296,7 +287,7 @@ def _shapes(spec: Any) -> dict[Any, str]:
 
 def _check(env: TorchRLEnv) -> None:
     """Raise ArgumentError for an env whose final observations would be missing."""
-    within = vars(_base_of(env)).get("_env")
+    within = vars(base_of(env)).get("_env")
     if isinstance(within, VectorEnv):
         mode = within.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP)
         if AutoresetMode(mode) is AutoresetMode.NEXT_STEP:
@@ -317,11 +308,5 @@ def _resets_itself(env: TorchRLEnv) -> bool:
     return False
 
 
-def _base_of(env: TorchRLEnv) -> TorchRLEnv:
-    while isinstance(env, TransformedEnv):
-        env = env.base_env
-    return env
-
-
 def _name_of(env: TorchRLEnv) -> str:
-    return type(_base_of(env)).__name__
+    return type(base_of(env)).__name__

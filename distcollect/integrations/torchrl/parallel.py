@@ -55,12 +55,18 @@ class ParallelEnv(envs.ParallelEnv):  # type: ignore[misc]
             flags[place] = 0
 
 
+def base_of(env: TorchRLEnv) -> TorchRLEnv:
+    """The env below all transforms."""
+    while isinstance(env, envs.TransformedEnv):
+        env = env.base_env
+    return env
+
+
 def let_processes_run(env: TorchRLEnv) -> None:
     """What an env waits for in this process takes no core from the env's processes from now on.
 
     It may be a ``ParallelEnv`` with transforms over it; with other envs, nothing happens.
     """
-    while isinstance(env, envs.TransformedEnv):
-        env = env.base_env
-    if type(env) is envs.ParallelEnv:
-        env.__class__ = ParallelEnv
+    base = base_of(env)
+    if type(base) is envs.ParallelEnv:
+        base.__class__ = ParallelEnv

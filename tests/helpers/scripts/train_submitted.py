@@ -48,21 +48,12 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--batches", type=int, default=30)
     parser.add_argument("--until", type=Path, help="go on until this file is there")
-    parser.add_argument("--min-workers", type=int, default=1)
-    parser.add_argument("--async", dest="asynchronous", action="store_true")
     parser.add_argument("--fail-at", type=int)
     args = parser.parse_args()
 
     policy = Policy()
     optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
-    collector = dc.RPCDataCollector(
-        Paced,
-        policy,
-        frames_per_batch=240,
-        sync=not args.asynchronous,
-        faults=dc.Faults(min_workers=args.min_workers),
-    )
-    with collector:
+    with dc.RPCDataCollector(Paced, policy, frames_per_batch=240, sync=True) as collector:
         checkpoint = dc.Checkpoint(
             policy=policy, optimizer=optimizer, collector=collector, every_s=1.0
         )
