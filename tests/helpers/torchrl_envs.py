@@ -28,9 +28,7 @@ from torchrl.envs import (
     GymEnv,
     GymWrapper,
     InitTracker,
-    ObservationNorm,
     ParallelEnv,
-    RewardScaling,
     RewardSum,
     SerialEnv,
     StepCounter,
@@ -190,10 +188,8 @@ def _transformed(env: EnvBase) -> TransformedEnv:
             RewardSum(),
             StepCounter(max_steps=4),
             InitTracker(),
-            ObservationNorm(loc=1.0, scale=2.0, in_keys=["observation"]),
             CatTensors(["observation", ("inner", "echo")], "vector", del_keys=False),
             ToTensorImage(in_keys=["pixels"]),
-            RewardScaling(0.0, 10.0, in_keys=["reward"], out_keys=["scaled_reward"]),
         ),
     )
 

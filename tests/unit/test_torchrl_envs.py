@@ -103,14 +103,6 @@ def test_a_policy_gets_entries_by_name(zoo: Any) -> None:
     assert torch.equal(batch["action"], batch["step_count"].float() / 10)
 
 
-def test_entries_without_a_shape_in_compact_batches(zoo: Any) -> None:
-    options = {"frames_per_batch": 12, "compact_obs": True}
-    with dc.SyncDataCollector([zoo.talking] * 2, **options) as collector:
-        compact = collector.next()
-    assert {*compact["next"].keys()} == {"reward", "done", "terminated", "truncated"}
-    assert "text" in compact
-
-
 @pytest.mark.parametrize("mode", [AutoresetMode.SAME_STEP, AutoresetMode.DISABLED])
 def test_vector_envs_of_gym(zoo: Any, mode: AutoresetMode) -> None:
     cut = 12 if mode is AutoresetMode.DISABLED else None

@@ -183,13 +183,17 @@ def test_step_count(zoo: Any) -> None:
         dc.SyncDataCollector(env, frames_per_batch=6, max_frames_per_traj=2)
 
 
-def test_entries_that_are_no_tensors(zoo: Any) -> None:
-    with dc.SyncDataCollector(zoo.talking(), frames_per_batch=4) as collector:
+@pytest.mark.parametrize("compact", [False, True])
+def test_entries_that_are_no_tensors(zoo: Any, compact: bool) -> None:
+    with dc.SyncDataCollector(zoo.talking(), frames_per_batch=4, compact_obs=compact) as collector:
         batch = collector.next()
     assert batch.shape == (4,)
     assert batch.names == ["time"]
     assert [frame["text"] for frame in batch] == ["0", "1", "2", "0"]
-    assert [frame["next", "text"] for frame in batch] == ["1", "2", "3", "1"]
+    if compact:
+        assert {*batch["next"].keys()} == {"reward", "done", "terminated", "truncated"}
+    else:
+        assert [frame["next", "text"] for frame in batch] == ["1", "2", "3", "1"]
     assert batch["collector", "traj_ids"].tolist() == [0, 0, 0, 1]
 
 
