@@ -13,7 +13,7 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
-from helpers.gpu_policies import Graphed, Sampling, Where, collect, gpu_files
+from helpers.gpu_policies import Sampling, Where, collect, gpu_files
 from tensordict.nn import CudaGraphModule, TensorDictModule
 from torch import nn
 
@@ -172,26 +172,16 @@ class TestCompiled:
             push_and_collect(collector, gpu)
 
     @pytest.mark.long
-    def test_a_graph_of_the_user_s(self, gpu: torch.device) -> None:
-        policy = Graphed(Where()).to(gpu)
-        with collect(policy) as collector:
-            agree(collector.next(), 0, gpu)
-            for version in (1, 2, 3, 4, 5):
-                collector.update_policy_weights_(Graphed(Where(version)).to(gpu))
-                batch = collector.next()
-                assert (batch["collector", "policy_version"] == version).all()
-                agree(batch, version, gpu)
-
-    @pytest.mark.long
     def test_tensordict_s_graphs(self, device: torch.device) -> None:
-        with collect(None, policy_factory=partial(_in_graph, str(device))) as collector:
+        with collect(None, policy_factory=partial(_in_graph, str(device), Where)) as collector:
             push_and_collect(collector, device)
 
     @pytest.mark.long
     def test_a_seeded_policy_in_a_graph_draws_other_numbers_each_time(
         self, gpu: torch.device
     ) -> None:
-        with collect(Graphed(Sampling()).to(gpu), frames_per_batch=400) as collector:
+        make = partial(_in_graph, str(gpu), Sampling)
+        with collect(None, policy_factory=make, frames_per_batch=400) as collector:
             collector.set_seed(0)
             for _ in range(2):
                 chosen = collector.next()["action"].double()
@@ -202,10 +192,10 @@ def _compiled(device: str, **kwargs: Any) -> Any:
     return torch.compile(Where().to(device), **kwargs)
 
 
-def _in_graph(device: str) -> Any:
+def _in_graph(device: str, kind: type[nn.Module]) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # without a GPU it calls the policy as it is
-        return CudaGraphModule(Where().to(device))
+        return CudaGraphModule(kind().to(device))
 
 
 @pytest.mark.long

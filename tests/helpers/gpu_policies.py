@@ -52,32 +52,6 @@ class Sampling(nn.Module):
         return probabilities.multinomial(1)[:, 0]
 
 
-class Graphed(nn.Module):
-    """Calls a policy through a CUDA graph, which holds the addresses of its weights."""
-
-    def __init__(self, policy: nn.Module) -> None:
-        super().__init__()
-        self.policy = policy
-        self._num_calls = 0
-        self._graph: Any = None
-        self._input: Any = None
-        self._output: Any = None
-
-    def forward(self, observation: torch.Tensor) -> Any:
-        self._num_calls += 1
-        if self._num_calls <= 3:
-            return self.policy(observation)
-        if self._graph is None:
-            self._input = observation.clone()
-            torch.cuda.synchronize()
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):
-                self._output = self.policy(self._input)
-        self._input.copy_(observation)
-        self._graph.replay()
-        return self._output
-
-
 class Pixels(gym.Env[Any, Any]):
     """Four grey images of 84 x 84; a step takes no time."""
 
