@@ -6,36 +6,24 @@ import os
 from pathlib import Path
 
 import pytest
-from helpers.cgroups import cgroup
-from helpers.placement_env import PlacementEnv
-from helpers.programs import run_python
+from helpers.judge_state import StateEnv
 
 import distcollect as dc
-from distcollect.launch.cpu_placement import CpuPlacement, num_cores
-
-__all__ = ["cgroup"]
-
-
-def test_a_real_quota(cgroup: Path) -> None:
-    if num_cores() < 2:
-        pytest.skip("needs two cores")
-    ask = (
-        "import os, sys; from pathlib import Path;"
-        "Path(sys.argv[1]).write_text(str(os.getpid()));"
-        "from distcollect.launch.cpu_placement import num_cores; print(num_cores())"
-    )
-    assert run_python("-c", ask, cgroup / "cgroup.procs", timeout_s=60).stdout == "1\n"
+from distcollect.launch.cpu_placement import CpuPlacement
 
 
 def test_a_worker_runs_where_it_is_put(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers see all GPUs that their parent sees; the user distributes them."""
+    """With all of its threads; it sees all GPUs that its parent sees: the user distributes them."""
     core = max(os.sched_getaffinity(0))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(
         "distcollect.launch.worker_hosts.choose", lambda *_, **__: CpuPlacement((core,), 3)
     )
-    with dc.RPCDataCollector(PlacementEnv, frames_per_batch=4, total_frames=4, num_workers=1) as c:
-        [batch] = c
-    told = batch["observation"][0, 0].tolist()
-    assert told == [1, core, 1, 3, 57]  # see PlacementEnv
+    with dc.RPCDataCollector(StateEnv, frames_per_batch=4, num_workers=1) as collector:
+        collector.next()
+        [state], [pid] = collector.call("process_state")[0], collector.call("getpid")[0]
+        threads = [int(folder.name) for folder in Path(f"/proc/{pid}/task").iterdir()]
+        assert [os.sched_getaffinity(thread) for thread in threads] == [{core}] * len(threads)
+    assert state["torch threads"] == 3
+    assert state["environment"]["CUDA_VISIBLE_DEVICES"] == "5,7"
