@@ -128,6 +128,8 @@ class WorkerHosts(JoinServerEvents):
         local_hosts: this host alone, for collectors that start local workers within a launch.
         store: torchrun's store, kept open where this process serves it.
         patience_s: how long to wait until enough workers have joined, if :attr:`is_elastic`.
+        placer: has the expected workers started, the first ones at about one time; None: something
+            else does.
     """
 
     store: Any = None
@@ -155,7 +157,7 @@ class WorkerHosts(JoinServerEvents):
             num_expected: how many workers are expected to join by themselves, at any time; None:
                 none.
             patience_s: see above.
-            placer: has the expected workers started, for one collector; None: something else does.
+            placer: see above; for one collector.
             port: to listen on; 0: any that is free.
 
         Raises:
@@ -172,7 +174,7 @@ class WorkerHosts(JoinServerEvents):
         self.patience_s = patience_s
         self.local_hosts: weakref.WeakSet[WorkerHosts] = weakref.WeakSet()
         self._num_expected = num_expected
-        self._placer = placer
+        self.placer = placer
         self._num_ranks = num_ranks
         self._num_local = num_local
         host, pin = Host.inspect(), may_pin(os.environ)
@@ -194,16 +196,6 @@ class WorkerHosts(JoinServerEvents):
         return self._num_expected is not None
 
     @property
-    def is_placed(self) -> bool:
-        """Return True if a scheduler starts the workers, the first ones at about one time."""
-        return self._placer is not None
-
-    @property
-    def is_settled(self) -> bool:
-        """Return True if no further worker is expected soon."""
-        return self._placer is None or self._placer.is_settled
-
-    @property
     def supervised(self) -> list[int]:
         """The slots whose processes a supervisor starts."""
         with self._lock:
@@ -211,9 +203,9 @@ class WorkerHosts(JoinServerEvents):
 
     def missing(self) -> str:
         """Return why expected workers may not be there, in words."""
-        if self._placer is None:
+        if self.placer is None:
             return "are their jobs still queued? 'distcollect status' shows that"
-        return self._placer.missing() or "they have joined, and their processes ended"
+        return self.placer.missing() or "they have joined, and their processes ended"
 
     def num_workers(self, wanted: int | None) -> int:
         """Return how many workers a collector gets if it asks for ``wanted`` (None: all there are).
@@ -278,9 +270,9 @@ class WorkerHosts(JoinServerEvents):
             further = [w for w in self._supervisors if w >= num_workers and self._is_wanted(w)]
         for worker_id in further:
             events.slot_opened(worker_id)
-        if self._placer is not None:
+        if self.placer is not None:
             num_expected = self._num_expected or 0
-            self._placer.start(
+            self.placer.start(
                 self._trainer, num_expected, lambda: self.supervised, events.slot_given_up
             )
 
@@ -339,10 +331,10 @@ class WorkerHosts(JoinServerEvents):
             for supervisor in self._supervisors.values():
                 supervisor.running.clear()
             self._is_in_use = False
-        if self._num_ranks is None and (self._placer is not None or not self.is_elastic):
+        if self._num_ranks is None and (self.placer is not None or not self.is_elastic):
             self._end_supervisors()
-        if self._placer is not None:
-            self._placer.close()
+        if self.placer is not None:
+            self.placer.close()
 
     def close(self, *, failed: bool = False, resumes: bool = False) -> None:
         """End the supervisors: the trainer is done.
@@ -398,7 +390,7 @@ class WorkerHosts(JoinServerEvents):
         if rank:
             return rank - 1
         awaited = set(range(self._num_ranks or 0)) - self._seen
-        placed = range(0 if self._placer is None else self._num_expected or 0)
+        placed = range(0 if self.placer is None else self._num_expected or 0)
         taken = {*self._supervisors, *awaited, *placed}
         return next(i for i in range(self._num_local, 2**31) if i not in taken)
 

@@ -501,7 +501,7 @@ class Lifecycle(HostEvents):
     def _outlook(self, worker_id: int) -> str:
         delay_s = self._membership.delay(worker_id, time.monotonic())
         if self._membership.state(worker_id) is not WorkerState.JOINING:
-            if self._hosts.is_placed and worker_id not in self._given_up:
+            if self._hosts.placer is not None and worker_id not in self._given_up:
                 return "it is replaced once its supervisor is started again"
             return "it is not replaced"
         return "it is replaced" + (f" in {delay_s:.1f} s" if delay_s else "")
@@ -515,9 +515,9 @@ class Lifecycle(HostEvents):
             present = any(state in PRESENT for state in self._membership.states.values())
             if not (self._faults.max_env_faults and present and hopeful >= least):
                 return failure
-        if self._hosts.is_placed:
+        if self._hosts.placer is not None:
             hopeful = max(hopeful, self._hosts.num_workers(None) - len(self._given_up))
-        if hopeful >= least or (self._hosts.is_elastic and not self._hosts.is_placed):
+        if hopeful >= least or (self._hosts.is_elastic and self._hosts.placer is None):
             return None
         deaths = sorted((self._deaths | self._given_up).items())
         others = [f"worker {w}: {d}" for w, d in deaths if w != worker_id]

@@ -196,7 +196,7 @@ class Workers:
         if not self.is_elastic or status.num_present >= least:
             return
         # A scheduler that starts them needs seconds, and says itself what it waits for.
-        level = logging.INFO if self._hosts.is_placed else logging.WARNING
+        level = logging.INFO if self._hosts.placer is not None else logging.WARNING
         log.log(
             level,
             "waiting up to %g s for workers: %d there, %d wanted",
@@ -256,12 +256,12 @@ class Workers:
         ready, states = self._status.worker_infos, self._status.states
         if not self.is_elastic:
             return all(states.get(w) in PRESENT for w in range(max(1, self._num_first)))
-        if not self._hosts.is_placed:
+        if self._hosts.placer is None:
             return True
         # Those that a scheduler can start now: with fewer, the first batches would depend on which
         # of them was faster. One that failed is replaced, and joins later.
         ended = self._status.ends.known()
-        return self._hosts.is_settled and all(
+        return self._hosts.placer.is_settled and all(
             w in ready or w in ended for w in self._hosts.supervised
         )
 
