@@ -27,6 +27,15 @@ def with_variable(name: str, value: str) -> list[int]:
     return found
 
 
+def links_of(pid: int | str | None) -> list[str]:
+    """What a process has open; the links of its file descriptors."""
+    links = []
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):  # it has been closed meanwhile
+            links.append(str(fd.readlink()))
+    return links
+
+
 def command_of(pid: int) -> str:
     """The begin of a process's command."""
     try:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import torch
+from helpers.descendants import links_of
 from torch import nn
 
 import distcollect as dc
@@ -93,13 +93,7 @@ def gpu_files(pid: int) -> int:
 
     Asking how many GPUs there are opens others.
     """
-    found = 0
-    for fd in Path(f"/proc/{pid}/fd").iterdir():
-        try:
-            found += str(fd.readlink()).startswith("/dev/nvidia-uvm")
-        except OSError:  # closed meanwhile
-            continue
-    return found
+    return sum(link.startswith("/dev/nvidia-uvm") for link in links_of(pid))
 
 
 def collect(

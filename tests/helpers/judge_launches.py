@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from helpers.descendants import command_of, with_variable
+from helpers.descendants import command_of, links_of, with_variable
 from helpers.paths import SCRIPTS
 
 SCRIPT = SCRIPTS / "judge_run.py"
@@ -111,10 +111,7 @@ def _left(mark: str) -> list[str]:
 
 def listening_ports(pid: int) -> list[int]:
     """The TCP ports at which a process listens."""
-    inodes = set()
-    for link in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(OSError):
-            inodes.add(str(link.readlink()))
+    inodes = set(links_of(pid))
     found = []
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:

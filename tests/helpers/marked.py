@@ -9,7 +9,7 @@ import time
 import uuid
 from pathlib import Path
 
-from helpers.descendants import command_of, processes, with_variable
+from helpers.descendants import command_of, links_of, processes, with_variable
 
 from distcollect.launch import zygote
 
@@ -62,15 +62,9 @@ class Marked:
     def note(self) -> None:
         """Record the files in /dev/shm that they use now; these must disappear with them."""
         for pid in self.pids():
-            self._files |= _files_of(Path(f"/proc/{pid}"))
+            with contextlib.suppress(OSError):
+                words = Path(f"/proc/{pid}/maps").read_text().split() + links_of(pid)
+                self._files |= {name for name in words if name.startswith(SHM)}
 
     def _orphaned_files(self) -> set[str]:
         return {name for name in self._files if Path(name).exists()}
-
-
-def _files_of(folder: Path) -> set[str]:
-    with contextlib.suppress(OSError):
-        words = (folder / "maps").read_text().split()
-        links = [str(link.readlink()) for link in (folder / "fd").iterdir()]
-        return {name for name in (*words, *links) if name.startswith(SHM)}
-    return set()

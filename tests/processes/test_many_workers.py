@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import signal
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.descendants import links_of
 from helpers.envs import ProcessIdEnv
 from helpers.marked import Marked
 from helpers.policies import ConstantPolicy
@@ -126,15 +126,6 @@ class Holdings:
             len(links_of(zygote.pid())),
             len(marked.pids()),
         )
-
-
-def links_of(pid: int | str | None) -> list[str]:
-    """What a process has open."""
-    links = []
-    for fd in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(OSError):  # of the folder itself, which is closed by now
-            links.append(str(fd.readlink()))
-    return links
 
 
 def shared_sizes(pid: int) -> list[int]:

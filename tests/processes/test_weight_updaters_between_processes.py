@@ -6,10 +6,10 @@ import contextlib
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import cloudpickle
+from helpers.descendants import links_of
 from helpers.envs import ProcessIdEnv
 from helpers.publishing import Telling
 
@@ -20,11 +20,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers can't imp
 
 def test_nothing_is_left_of_a_push_that_a_shutdown_meets() -> None:
     def memories() -> list[str]:
-        targets = []
-        for fd in Path("/proc/self/fd").iterdir():
-            with contextlib.suppress(OSError):
-                targets.append(str(fd.readlink()))
-        return [target for target in targets if "memfd:distcollect" in target]
+        return [link for link in links_of("self") if "memfd:distcollect" in link]
 
     before = len(memories())
     for _ in range(5):

@@ -17,6 +17,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from helpers.descendants import links_of
 from helpers.descendants import processes as processes_by_id
 from helpers.marked import Marked
 from helpers.waiting import eventually
@@ -37,10 +38,7 @@ class Reporting(gym.Wrapper[Any, Any, Any, Any]):
 
     def process(self) -> dict[str, Any]:
         """Facts about this process."""
-        links = []
-        for fd in Path("/proc/self/fd").iterdir():
-            with contextlib.suppress(OSError):  # of the folder itself, which is closed by now
-                links.append(str(fd.readlink()))
+        links = links_of("self")
         return {
             "pid": os.getpid(),
             "started_by": processes_by_id()[os.getppid()][1],
