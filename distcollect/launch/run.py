@@ -16,8 +16,7 @@ from distcollect.common.signals import Interrupted
 from distcollect.errors import ArgumentError, ArgumentTypeError, LaunchError
 from distcollect.integrations import load
 from distcollect.launch.cpu_placement import Host, choose, may_pin
-from distcollect.launch.exit_deadline import exit_code, interpreter_exit_deadline
-from distcollect.launch.main_call import MainCall
+from distcollect.launch.main_call import MainCall, exit_code, interpreter_exit_deadline
 from distcollect.launch.open_hosts import current, set_launched
 from distcollect.launch.rendezvous import (
     RENDEZVOUS_TIMEOUT_S,
