@@ -10,6 +10,7 @@ A field that a class sets with ``init=False`` is fixed there, and can't be given
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property, partial
@@ -22,7 +23,8 @@ from torch import nn
 
 from distcollect.collectors import validation
 from distcollect.collectors.batch_format import BatchFormat
-from distcollect.collectors.replay import ReplayBuffer, check_replay_buffer
+from distcollect.collectors.replay import ReplayBuffer
+from distcollect.collectors.stacklevel import users_stack_level
 from distcollect.collectors.validation import Devices
 from distcollect.config import Faults, Monitor
 from distcollect.engine.plan import WorkerPlan
@@ -144,8 +146,13 @@ class CollectorOptions:
             ArgumentError, ArgumentTypeError: an argument is wrong.
         """
         validation.check_each(self)
-        validation.warn_of_rounding(self.total_frames, self.frames_per_batch)
-        check_replay_buffer(self.replay_buffer)
+        total = self.rounded_total_frames(self.frames_per_batch)
+        if total != self.total_frames:
+            warnings.warn(
+                f"total_frames={self.total_frames} is no multiple of frames_per_batch="
+                f"{self.frames_per_batch}: {total} frames will be collected",
+                stacklevel=users_stack_level(),
+            )
         validation.check_policy(self.policy, self.policy_factory, several=self.has_workers)
         validation.check_together(self)
         # These check what they are made from.

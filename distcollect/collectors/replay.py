@@ -34,24 +34,12 @@ class ReplayBuffer(Protocol):
         """
 
 
-def check_replay_buffer(given: object) -> None:
-    """Check that ``given`` is a replay buffer or None.
-
-    Raises:
-        ArgumentTypeError: it has no method ``extend``.
-    """
-    if given is not None and not isinstance(given, ReplayBuffer):
-        raise ArgumentTypeError(
-            f"replay_buffer={given!r}: must have a method extend(frames), as TorchRL's buffers do"
-        )
-
-
 def frames_for(
     batch: TensorDict,
     buffer: ReplayBuffer,
-    rollouts_of: Callable[[TensorDict], Sequence[TensorDict]] = lambda batch: [batch],
+    rollouts_of: Callable[[TensorDict], Sequence[TensorDict]],
     *,
-    by_step: bool = False,
+    by_step: bool,
 ) -> TensorDict:
     """What ``buffer`` is given of a batch: its frames without padding; there may be none.
 
@@ -133,20 +121,18 @@ class RateLimited:
         Raises:
             ArgumentError, ArgumentTypeError: an argument is wrong.
         """
-        check_replay_buffer(buffer)
         numbers = map(checks.plain, (samples_per_insert, min_size, slack, timeout_s))
         samples_per_insert, min_size, slack, timeout_s = numbers
-        if not callable(getattr(buffer, "sample", None)):
-            raise ArgumentTypeError(f"RateLimited({buffer!r}): must have a method sample()")
+        if not (isinstance(buffer, ReplayBuffer) and callable(getattr(buffer, "sample", None))):
+            raise ArgumentTypeError(f"RateLimited({buffer!r}): must have extend() and sample()")
         checks.above_zero(
             f"RateLimited(samples_per_insert={samples_per_insert!r})", samples_per_insert
         )
         checks.seconds(f"RateLimited(timeout_s={timeout_s!r})", timeout_s)
-        if isinstance(min_size, bool) or not isinstance(min_size, int) or min_size < 1:
-            raise ArgumentError(f"RateLimited(min_size={min_size!r}): must be a whole number >= 1")
+        checks.positive("RateLimited: min_size", min_size)
         if slack is not None and slack < 0:
             raise ArgumentError(f"RateLimited(slack={slack!r}): must be 0 or more")
-        self._buffer = buffer
+        self._buffer: Any = buffer
         self._samples_per_insert = samples_per_insert
         self._min_size = min_size
         self._slack = samples_per_insert * min_size / 10 if slack is None else slack

@@ -153,14 +153,13 @@ class Session(Backend):
 
     def _batch_plan(self) -> BatchPlan:
         options, num_envs = self._options, self.layout.num_envs
-        num_frames = options.rounded_total_frames(self.frames_per_batch)
         return BatchPlan(
             sync=options.sync,
             num_rollouts=options.rollouts_per_batch,
             num_envs=num_envs,
             num_steps=self._num_steps,
             random_frames=options.random_frames,
-            num_frames=None if num_frames == -1 else num_frames,
+            num_frames=None if self.total_frames == -1 else self.total_frames,
             waits_for_missing=options.fault_limits.missing_share == "replacement",
             preemptive_threshold=options.preemptive_threshold,
             deadline_s=options.batch_deadline_s,

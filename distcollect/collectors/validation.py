@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from distcollect.collectors import pickling
-from distcollect.collectors.replay import num_dims
+from distcollect.collectors.replay import ReplayBuffer, num_dims
 from distcollect.collectors.stacklevel import users_stack_level
 from distcollect.common import checks
 from distcollect.config import EvaluationWorkers, Faults, Monitor, Staleness, WeightSync
@@ -45,6 +45,10 @@ _TYPES: _Rules = {
     "pre_collect_hook": (callable, "a function"),
     "post_collect_hook": (callable, "a function"),
     "init_fn": (callable, "a function"),
+    "replay_buffer": (
+        lambda value: isinstance(value, ReplayBuffer),
+        "an object with a method extend(frames), as TorchRL's buffers are",
+    ),
     "total_frames": (_is_whole, "a whole number"),
     "preemptive_threshold": (_is_number, "a number"),
     "batch_deadline_s": (_is_number, "a number"),
@@ -115,17 +119,6 @@ def check_together(options: Any) -> None:
             "trajectory already"
         )
     _check_buffer_takes(options)
-
-
-def warn_of_rounding(total_frames: int, frames_per_batch: int) -> None:
-    """Warn if ``total_frames`` is rounded up to whole batches."""
-    if total_frames != -1 and total_frames % frames_per_batch:
-        rounded = -(-total_frames // frames_per_batch) * frames_per_batch
-        warnings.warn(
-            f"total_frames={total_frames} is no multiple of frames_per_batch={frames_per_batch}: "
-            f"{rounded} frames will be collected",
-            stacklevel=users_stack_level(),
-        )
 
 
 def num_steps(
