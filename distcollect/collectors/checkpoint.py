@@ -132,24 +132,21 @@ class Checkpoint:
                 "same ones, or another path"
             )
         for name, part in self._parts.items():
-            self._load_part(name, part, states[name])
+            try:
+                part.load_state_dict(states[name])
+            except DistCollectError:
+                raise
+            except Exception as error:
+                raise ArgumentError(
+                    f"{self.path}: the saved state of {name!r} doesn't fit it "
+                    f"({type(error).__name__}: {error}); make it as it was then, or give another "
+                    "path"
+                ) from error
         for part in self._parts.values():
-            publish = getattr(part, "update_policy_weights_", None)
-            if publish is not None:
+            if (publish := getattr(part, "update_policy_weights_", None)) is not None:
                 _publish(publish)
         log.info("continuing from %s", self.path)
         return True
-
-    def _load_part(self, name: str, part: Stateful, state: Any) -> None:
-        try:
-            part.load_state_dict(state)
-        except DistCollectError:
-            raise
-        except Exception as error:
-            raise ArgumentError(
-                f"{self.path}: the saved state of {name!r} doesn't fit it ({type(error).__name__}: "
-                f"{error}); make it as it was then, or give another path"
-            ) from error
 
     def save(self) -> None:
         """Save now; an existing file is replaced once the new one is complete.

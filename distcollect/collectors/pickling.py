@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import cloudpickle
 import numpy as np
@@ -24,9 +24,6 @@ from distcollect.envs.make import EnvContext
 from distcollect.envs.registered import pickled_registry
 from distcollect.errors import ArgumentError, DistCollectError, PolicyNotSendable
 from distcollect.policy.weight_layout import module_of
-
-# A policy and its models.
-_Parts: TypeAlias = tuple[Any, Mapping[str, nn.Module]]
 
 
 class EnvCopies:
@@ -189,31 +186,16 @@ def _fails(value: object) -> bool:
     return False
 
 
-def copied(policy: Any, models: Mapping[str, nn.Module]) -> _Parts:
+def copied(policy: Any, models: Mapping[str, nn.Module]) -> tuple[Any, Mapping[str, nn.Module]]:
     """Policy and models that share no weight with the given ones.
 
     Raises:
         ArgumentError: they can't be copied.
     """
-    own = {id(tensor) for tensor in _tensors(policy, models)}
     reason: object = (
         "it is a function of a module that can be imported, or its class has or uses the weights, "
         "and so they are never copied"
     )
-    try:
-        copies = _pickled_and_back((policy, models))
-    except Exception as error:  # noqa: BLE001 - the reason is told
-        reason = f"{type(error).__name__}: {error}"
-    else:
-        if own.isdisjoint(id(tensor) for tensor in _tensors(*copies)):
-            return copies
-    raise ArgumentError(
-        f"start(): the policy and its weights can't be copied for the background ({reason}): pass "
-        "a module, or a method of one"
-    )
-
-
-def _pickled_and_back(given: _Parts) -> _Parts:
     classes: list[type] = []
 
     def kept(value: object) -> int | None:
@@ -224,10 +206,20 @@ def _pickled_and_back(given: _Parts) -> _Parts:
         return len(classes) - 1
 
     file = io.BytesIO()
-    PicklerWithout(file, kept).dump(given)
-    file.seek(0)
-    copies: _Parts = UnpicklerWith(file, classes).load()
-    return copies
+    try:
+        PicklerWithout(file, kept).dump((policy, models))
+        file.seek(0)
+        copies: tuple[Any, Mapping[str, nn.Module]] = UnpicklerWith(file, classes).load()
+    except Exception as error:  # noqa: BLE001 - the reason is told
+        reason = f"{type(error).__name__}: {error}"
+    else:
+        own = {id(tensor) for tensor in _tensors(policy, models)}
+        if own.isdisjoint(id(tensor) for tensor in _tensors(*copies)):
+            return copies
+    raise ArgumentError(
+        f"start(): the policy and its weights can't be copied for the background ({reason}): pass "
+        "a module, or a method of one"
+    )
 
 
 def _tensors(policy: Any, models: Mapping[str, nn.Module]) -> Iterator[torch.Tensor]:
