@@ -19,6 +19,7 @@ from distcollect.collectors.batch_format import WholeTrajectories
 from distcollect.collectors.options import CollectorOptions
 from distcollect.collectors.replay import frames_for
 from distcollect.collectors.stacklevel import users_stack_level, without_stop
+from distcollect.collectors.validation import num_steps
 from distcollect.common import checks
 from distcollect.errors import BatchTimeout, CollectorStateError
 from distcollect.policy.weight_layout import WeightLayout, state_tensors
@@ -159,7 +160,7 @@ class Backend(ABC):
         """
         self.layout = layout
         options, num_envs = self._options, layout.num_envs
-        self._num_steps = options.num_steps(num_envs, rounds_up=layout.is_torchrl)
+        self._num_steps = num_steps(options, num_envs, rounds_up=layout.is_torchrl)
         self.frames_per_batch = self._num_steps * num_envs * options.rollouts_per_batch
 
     # What this process and workers do each in their own way.

@@ -212,12 +212,6 @@ class CollectorOptions:
         """Number of rollouts in a batch."""
         return 1
 
-    def num_steps(self, num_envs: int, *, rounds_up: bool = False) -> int:
-        """T of each rollout, if each worker has ``num_envs`` envs; see validation.num_steps."""
-        return validation.num_steps(
-            self.frames_per_batch, self.rollouts_per_batch, num_envs, rounds_up=rounds_up
-        )
-
     @property
     def has_mask(self) -> bool:
         """True if a batch can hold masked frames, or padding that is not from ``split_trajs``."""

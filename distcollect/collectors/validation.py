@@ -121,20 +121,19 @@ def check_together(options: Any) -> None:
     _check_buffer_takes(options)
 
 
-def num_steps(
-    frames_per_batch: int, num_rollouts: int, num_envs: int, *, rounds_up: bool = False
-) -> int:
+def num_steps(options: Any, num_envs: int, *, rounds_up: bool = False) -> int:
     """T, the number of steps of each env in a batch of rollouts ``[num_envs, T]``.
 
     Args:
-        frames_per_batch: as the user gave it.
-        num_rollouts: number of rollouts in a batch.
+        options: a collector's arguments.
         num_envs: number of envs in a rollout.
         rounds_up: warn and round up, instead of raising an error.
 
     Raises:
         ArgumentError: ``frames_per_batch`` is no multiple of the rows; names the nearest multiples.
     """
+    frames_per_batch: int = options.frames_per_batch
+    num_rollouts: int = options.rollouts_per_batch
     rows = num_rollouts * num_envs
     steps, rest = divmod(frames_per_batch, rows)
     if rest and rounds_up:

@@ -114,7 +114,7 @@ class WorkerOptions(CollectorOptions):
         # These check what they are made from.
         _ = self.num_collecting, self.updater
         if not load("rounding of frames")(self.makers):
-            self.num_steps(self.envs_per_worker)
+            validation.num_steps(self, self.envs_per_worker)
         if len(self.factories) not in (0, 1, self.num_to_start):
             raise ArgumentError(
                 f"policy_factory has {len(self.factories)} entries for {self.num_to_start} "
