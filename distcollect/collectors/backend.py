@@ -146,11 +146,7 @@ class Backend(ABC):
         self._lock = threading.Condition()  # of all that other threads change, and of settling
         self._trajectories: WholeTrajectories | None = None
         if options.trajs_per_batch is not None:
-            has_buffer = options.replay_buffer is not None
-            self._trajectories = WholeTrajectories(
-                None if has_buffer else options.trajs_per_batch,
-                pads=options.traj_format != "cat",
-            )
+            self._trajectories = WholeTrajectories(options)
 
     def _use_layout(self, layout: Layout) -> None:
         """Make batches of rollouts of this layout.
@@ -337,7 +333,6 @@ class Backend(ABC):
         self, trajectories: WholeTrajectories, timeout_s: float | None
     ) -> Batch | None:
         before, limit_s = self.batches, self.limit_s(timeout_s)
-        resets = self._options.reset_at_each_iter
         deadline = time.monotonic() + limit_s
         while not trajectories.ready:
             if self.is_over():
@@ -349,13 +344,13 @@ class Backend(ABC):
                 return Batch(None)
             left_s = deadline - time.monotonic()
             if self.batches > before and left_s <= 0:
-                raise trajectories.too_few(limit_s, resets=resets)
+                raise trajectories.too_few(limit_s)
             try:
                 batch = self._collect(max(left_s, 0.0))
             except BatchTimeout as error:
                 if self.batches == before:
                     raise
-                raise trajectories.too_few(limit_s, resets=resets) from error
+                raise trajectories.too_few(limit_s) from error
             assert batch.frames is not None
             num_before = trajectories.num_whole
             rows = self._options.batch_format.shaped(batch.frames, self.layout)
@@ -363,7 +358,7 @@ class Backend(ABC):
             self._settle(batch, None)
             # With resets in between, a trajectory that one rollout lacks comes in no later one.
             more = trajectories.num_whole > num_before
-            if timeout_s is None and (more or not resets):
+            if timeout_s is None and (more or not self._options.reset_at_each_iter):
                 deadline = time.monotonic() + limit_s
         frames = self._processed(trajectories.first())
         trajectories.drop_first()

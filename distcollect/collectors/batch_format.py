@@ -137,16 +137,12 @@ class WholeTrajectories:
             failed, a rollout in between was dropped, or it ended, or was reset, before.
     """
 
-    def __init__(self, num_per_batch: int | None, *, pads: bool = True) -> None:
-        """Start without trajectories.
-
-        Args:
-            num_per_batch: number of trajectories in a batch; None: as many as there are.
-            pads: a batch has one row for each trajectory; False: one trajectory after the other.
-        """
+    def __init__(self, options: CollectorOptions) -> None:
+        """Start without trajectories; a replay buffer gets as many at a time as there are."""
         self.abandoned_frames = 0
-        self._pads = pads
-        self._num_per_batch = num_per_batch
+        self._options = options
+        has_buffer = options.replay_buffer is not None
+        self._num_per_batch = None if has_buffer else options.trajs_per_batch
         self._workers: dict[int, _Unfinished] = {}  # by worker_id
         self._whole: list[list[TensorDict]] = []  # the parts of each
 
@@ -160,10 +156,10 @@ class WholeTrajectories:
         """True if there are enough whole trajectories for a batch."""
         return self.num_whole >= (self._num_per_batch or 1)
 
-    def too_few(self, limit_s: float, *, resets: bool) -> BatchTimeout:
-        """The error for a batch that did not come within so long; ``resets``: each iteration."""
+    def too_few(self, limit_s: float) -> BatchTimeout:
+        """The error for a batch that did not come within ``limit_s`` seconds."""
         hint = "give next() a longer timeout_s"
-        if resets:
+        if self._options.reset_at_each_iter:
             hint = (
                 "with reset_at_each_iter only episodes that fit into a rollout are whole: leave it "
                 "out, or increase frames_per_batch"
@@ -231,7 +227,7 @@ class WholeTrajectories:
         """
         first = self._whole[: self._num_per_batch]
         frames: TensorDict = torch.cat([part for parts in first for part in parts])
-        if not self._pads:
+        if self._options.traj_format == "cat":
             frames.names = ["time"]
             return frames
         return _padded(frames, torch.tensor([sum(map(len, parts)) for parts in first]))
