@@ -127,6 +127,14 @@ class EpisodeStats:
     max_return: float = math.nan
     metrics: Mapping[str, float] = field(default_factory=dict)
 
+    @classmethod
+    def of(
+        cls, count: int, returns: torch.Tensor, lengths: torch.Tensor, metrics: Mapping[str, float]
+    ) -> EpisodeStats:
+        """From the returns and lengths ``[E]`` of the last E episodes out of ``count``."""
+        ends = returns.min().item(), returns.max().item()
+        return cls(count, returns.mean().item(), lengths.double().mean().item(), *ends, metrics)
+
 
 @dataclass(frozen=True)
 class EnvFault:
@@ -365,14 +373,8 @@ class Evaluation:
 
     def summary(self) -> EpisodeStats:
         """The statistics of its episodes; one whose metric is NaN does not count in that metric."""
-        return EpisodeStats(
-            len(self.returns),
-            self.mean_return,
-            self.lengths.double().mean().item(),
-            self.returns.min().item(),
-            self.returns.max().item(),
-            {name: values.nanmean().item() for name, values in self.metrics.items()},
-        )
+        metrics = {name: values.nanmean().item() for name, values in self.metrics.items()}
+        return EpisodeStats.of(len(self.returns), self.returns, self.lengths, metrics)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Compares distcollect with a bare loop and with other collectors; needs a checkout.
 
-    python launch/benchmark.py --quick
+    python launch/benchmark.py --list
     python launch/benchmark.py --workload cartpole-16 --json bench.json
 
 ``--help`` says more. To measure your own env and policy, use ``distcollect bench``.

@@ -115,10 +115,10 @@ def run(given: argparse.Namespace) -> int:
     found = []
     for num_workers in given.workers:
         for num_envs in given.envs:
-            _progress(f"{num_workers} worker(s), {num_envs} env(s) ...")
+            show_progress(f"{num_workers} worker(s), {num_envs} env(s) ...")
             what = make_env, policy.factory, num_workers, num_envs
             found.append(measure(*what, seconds=given.seconds, pairs=given.pairs))
-    _progress("")
+    show_progress("")
     print(table(found))
     if given.json is not None:
         about = {"env": given.env, "policy": given.policy or "random", "seconds": given.seconds}
@@ -383,6 +383,7 @@ def table(found: Sequence[Measured]) -> str:
     return "\n".join([text_table(rows, left=(6,)), "", *notes])
 
 
-def _progress(text: str) -> None:
+def show_progress(text: str) -> None:
+    """Show a line in place of the last one, on a terminal."""
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)

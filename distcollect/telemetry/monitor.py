@@ -114,7 +114,7 @@ class MonitorThread:
             elif is_notebook():
                 add(NotebookDisplay())
             elif log.isEnabledFor(logging.INFO):
-                add(_Callback("the log", _log, _LOG_EVERY_S))
+                add(_Callback("the log", lambda s: log.info("%s", log_line(s)), _LOG_EVERY_S))
 
     def begin(self, latest: Callable[[], Stats | None]) -> None:
         """The first batch is requested. ``latest`` gives snapshots, or None if there are none."""
@@ -229,7 +229,3 @@ class _Callback:
 
     def close(self) -> None:
         """Nothing to do."""
-
-
-def _log(stats: Stats) -> None:
-    log.info("%s", log_line(stats))

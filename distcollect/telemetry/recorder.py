@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
+import torch
 
 from distcollect.common.clock import clock_ns
 from distcollect.results import (
@@ -277,11 +277,8 @@ class StatsRecorder:
         metrics = _means(self._metrics)
         if not count:
             return EpisodeStats(metrics=metrics)
-        returns, lengths = map(np.array, zip(*self._recent, strict=True))
-        with np.errstate(invalid="ignore"):  # rewards may be infinite
-            mean = float(returns.mean())
-        lowest, highest = float(returns.min()), float(returns.max())
-        return EpisodeStats(count, mean, float(lengths.mean()), lowest, highest, metrics)
+        recent = torch.tensor(list(self._recent), dtype=torch.float64)
+        return EpisodeStats.of(count, recent[:, 0], recent[:, 1], metrics)
 
     def _rates(self, now: int) -> dict[int, float]:
         """The recent frames/s by worker_id."""

@@ -7,7 +7,6 @@ import json
 import os
 import platform
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -18,6 +17,7 @@ import distcollect
 from benchmarks.items import ITEMS, Part
 from benchmarks.runner import Outcome, run_item
 from distcollect.commands.argtypes import above_0, count, declare, writable
+from distcollect.commands.bench import show_progress
 from distcollect.common.tables import text_table
 from distcollect.errors import ArgumentError
 
@@ -49,9 +49,9 @@ def run(given: argparse.Namespace) -> int:
     results: dict[str, dict[str, Outcome]] = {}
     for name, parts in selected.items():
         results[name] = run_item(
-            name, parts, repeats=given.repeats, seconds=given.seconds, progress=_progress
+            name, parts, repeats=given.repeats, seconds=given.seconds, progress=show_progress
         )
-        _progress("")
+        show_progress("")
         print(table(name, results[name]), flush=True)
     if given.json is not None:
         items = {
@@ -116,8 +116,3 @@ def machine() -> dict[str, object]:
         "torch": torch.__version__,
         "distcollect": distcollect.__version__,
     }
-
-
-def _progress(text: str) -> None:
-    if sys.stderr.isatty():
-        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
