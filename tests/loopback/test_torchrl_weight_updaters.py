@@ -14,7 +14,6 @@ from helpers.publishing import Collect, Telling, collect, told
 from tensordict import TensorDict
 
 import distcollect as dc
-from distcollect.integrations.torchrl.weights import with_hooks
 
 __all__ = ["collect"]
 
@@ -287,8 +286,6 @@ def test_refused_without_workers(arguments: dict[str, Any]) -> None:
 def test_an_updater_that_says_nothing_of_its_own(collect: Collect) -> None:
     """TorchRL's defaults are not asked: they know nothing of these workers."""
     updater = updaters.MultiProcessedWeightUpdater(get_server_weights=None, policy_weights={})
-    hooked = with_hooks(updater, dc.AutoUpdater())
-    assert hooked.all_worker_ids() is None
     collector = collect(Telling(4), weight_updater=updater)
-    collector.update_policy_weights_()
+    assert collector.update_policy_weights_().acknowledged == {0: 1, 1: 1}
     assert told(collector.next())["wide"] == 4

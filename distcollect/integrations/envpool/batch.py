@@ -21,8 +21,6 @@ from distcollect.rollout.spaces import Arrays
 
 log = logging.getLogger(__name__)
 
-# Arrays up to this size are copied as a whole: that is faster than to select rows.
-_SMALL_BYTES = 1 << 16
 # The private parts of EnvPool that are used.
 _PARTS = ("_from", "_recv", "_reset", "_send", "_state_keys", "_to")
 
@@ -176,10 +174,7 @@ class EnvPoolBatch(VectorBatch):
         write(reward, state[self._reward_at])
         if len(ended):
             for _, obs, final, _ in self._carried_at:
-                if obs.nbytes <= _SMALL_BYTES:
-                    final[...] = obs  # faster than to select rows
-                else:
-                    final[ended] = obs[ended]
+                final[...] = obs  # faster than to select rows, unless there are many with images
             self._being_reset = ended
         return ended
 
