@@ -58,7 +58,7 @@ def test_slurm_variables_on_three_hosts(on_host):
 @needs_hosts
 def test_a_host_that_was_unplugged_comes_back(on_host):
     ranks = [
-        start(on_host(1 + rank, sys.executable, MENDED, "unplug"), **slurm_variables(rank, 3, 1))
+        start(on_host(1 + rank, sys.executable, MENDED), **slurm_variables(rank, 3, 1))
         for rank in range(3)
     ]
     plug = [TESTBED / "netns_host.sh", "3"]

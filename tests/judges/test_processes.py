@@ -64,8 +64,9 @@ def test_signals_that_are_ignored(ignored: tuple[signal.Signals, ...], tmp_path:
     check_collects(Condition(ignored=ignored).run(tmp_path, "collect"))
 
 
-@slow
-@pytest.mark.parametrize("ignored", [(), (TERM, USR1, USR2, HUP, CHLD)], ids=["none", "all"])
+@pytest.mark.parametrize(
+    "ignored", [(), pytest.param((TERM, USR1, USR2, HUP, CHLD), id="all", marks=slow)]
+)
 def test_torchrun_with_signals_that_are_ignored(
     ignored: tuple[signal.Signals, ...], tmp_path: Path
 ) -> None:

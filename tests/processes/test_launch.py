@@ -11,7 +11,6 @@ import sys
 import pytest
 import submitit
 from helpers.launching import (
-    MENDED,
     SCRIPT,
     TRAINERS,
     finish,
@@ -92,12 +91,6 @@ def test_a_script_that_knows_no_launch(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
     [output] = finish([start([*command, "-m", "distcollect", "run", script, "40"])])
     assert f"{script} [(2, 20), (2, 20)]" in output.splitlines()
-
-
-def test_torchrun_never_sees_a_worker_die():
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    [output] = finish([start([*command, "--nproc-per-node=3", MENDED, "kill"])])
-    assert "mended" in output.splitlines()
 
 
 def check_trainers(output, num_workers):

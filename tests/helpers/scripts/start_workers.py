@@ -1,4 +1,4 @@
-"""Starts two workers that hang; see test_local_processes.py."""
+"""Starts two workers that hang, and forks a child that does; see test_local_processes.py."""
 
 from __future__ import annotations
 
@@ -15,15 +15,12 @@ processes = LocalProcesses(ProcessEvents())
 for worker_id in (0, 1):
     wanted = Spawn(worker_id, 0, WorkerSettings(), {"PYTHONPATH": folder})
     processes.spawn(wanted, TrainerAddress("127.0.0.1", 0, ""), CpuPlacement(None, 1))
-forked = []
-if "fork" in todo:
-    child = os.fork()
-    if child == 0:
-        os.close(1)
-        time.sleep(1000)
-    forked.append(child)
-print(*forked, flush=True)
-if "close" in todo:
+child = os.fork()
+if child == 0:
+    os.close(1)
+    time.sleep(1000)
+print(child, flush=True)
+if todo == ["close"]:
     processes.close(0)
     os._exit(0)
 time.sleep(1000)
