@@ -21,7 +21,9 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from distcollect.common import worker_guard
@@ -139,8 +141,8 @@ class LocalProcesses:
         self._events = events
         # Reentrant: garbage collection under it may finalize a collector, which ends its processes.
         self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._running: dict[tuple[int, int], _Running] = {}
-        self._reapers: list[threading.Thread] = []
         self._closed = threading.Event()
         self._watchdog: threading.Thread | None = None
         self._owner = Owner()
@@ -160,11 +162,7 @@ class LocalProcesses:
                     target=self._watch_all, name="distcollect-watchdog", daemon=True
                 )
                 self._watchdog.start()
-        reaper = threading.Thread(
-            target=self._reap, args=(running,), name="distcollect-reaper", daemon=True
-        )
-        self._reapers = [thread for thread in self._reapers if thread.is_alive()] + [reaper]
-        reaper.start()
+        running.process.end.add_done_callback(partial(self._ended, running))
 
     def _spawn(self, wanted: Spawn, trainer: TrainerAddress, placement: CpuPlacement) -> _Running:
         counters = SharedStepCounter()
@@ -188,8 +186,7 @@ class LocalProcesses:
 
     def kill(self, worker_id: int, incarnation: int) -> None:
         """End a worker at once, and all that it started; do nothing if it has ended."""
-        with self._lock:
-            self._kill(self._running.get((worker_id, incarnation)))
+        self._kill(self._running.get((worker_id, incarnation)))
 
     def _kill(self, running: _Running | None) -> None:
         if running is not None and self._owner.is_here:
@@ -206,34 +203,37 @@ class LocalProcesses:
         if not self._owner.is_here:
             return
         self._closed.set()
-        # Not this thread, on which a collector may be finalized.
-        reapers = [r for r in self._reapers if r is not threading.current_thread()]
-        for running in self._still_running(reapers, grace_s):
+        if threading.current_thread().name == zygote.THREAD:
+            # Garbage collection finalizes a collector there, where no end can be waited for.
+            for running in self._still_running(0):
+                self._kill(running)
+            return
+        for running in self._still_running(grace_s):
             log.warning("%s did not end within %g s: killing it", running.boot.name, grace_s)
             self._kill(running)
-        for running in self._still_running(reapers, _REAP_TIMEOUT_S):
+        for running in self._still_running(_REAP_TIMEOUT_S):
             log.warning("the guard of %s hangs, or the zygote: killing both", running.boot.name)
             running.process.kill()
-        self._still_running(reapers, _REAP_TIMEOUT_S)
+        self._still_running(_REAP_TIMEOUT_S)
         zygote.end_if_unwanted(self)
 
-    def _still_running(self, reapers: list[threading.Thread], timeout_s: float) -> list[_Running]:
+    def _still_running(self, timeout_s: float) -> list[_Running]:
         """Wait up to ``timeout_s`` until all have ended; those that have not."""
-        deadline = time.monotonic() + timeout_s
-        for reaper in reapers:
-            reaper.join(max(0.0, deadline - time.monotonic()))
         with self._lock:
+            self._changed.wait_for(lambda: not self._running, timeout_s)
             return list(self._running.values())
 
-    def _reap(self, running: _Running) -> None:
+    def _ended(self, running: _Running, end: Future[tuple[int, str]]) -> None:
+        """Report the end of a process. Called without the lock, on the zygote's thread or any."""
         boot = running.boot
-        code, reason = running.process.wait()
+        code, reason = end.result()
         if code == -worker_guard.KILL:  # the guard had not started the worker yet
             code = -signal.SIGKILL
-        with self._lock:
-            del self._running[boot.worker_id, boot.incarnation]
         process_exit = ProcessExit(code, running.counters.stepped, running.reason or reason)
         self._events.exited(boot.worker_id, boot.incarnation, process_exit)
+        with self._lock:
+            del self._running[boot.worker_id, boot.incarnation]
+            self._changed.notify_all()
 
     def _watch_all(self) -> None:
         """End processes that hang, report those that take too much memory."""

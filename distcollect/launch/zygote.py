@@ -25,6 +25,7 @@ from distcollect.net.messages import WorkerBoot
 log = logging.getLogger(__name__)
 
 ZYGOTE = "DISTCOLLECT_ZYGOTE"
+THREAD = "distcollect-zygote"  # where the ends of workers become known
 
 _START_TIMEOUT_S = 60.0
 _END_TIMEOUT_S = 5.0
@@ -81,21 +82,15 @@ class WorkerProcess:
 
     Attributes:
         pid: the guard's process id; None until it was forked.
+        end: completes with its exit code, -N if signal N ended it, and with the reason why it could
+            not be started, "" if it was.
     """
 
     def __init__(self, number: int, zygote: Zygote) -> None:
         self.pid: int | None = None
+        self.end: Future[tuple[int, str]] = Future()
         self._number = number
         self._zygote = zygote
-        self._end: Future[tuple[int, str]] = Future()
-
-    def wait(self) -> tuple[int, str]:
-        """Wait for its end.
-
-        Returns:
-            Its exit code, -N if signal N ended it; why it could not be started, "" if it was.
-        """
-        return self._end.result()
 
     def send_signal(self, number: int) -> None:
         """Send the guard a signal, see :mod:`distcollect.common.worker_guard`."""
@@ -109,13 +104,13 @@ class WorkerProcess:
         if self.pid is not None:
             with contextlib.suppress(OSError):
                 os.kill(self.pid, signal.SIGKILL)
-        if wait([self._end], _ANSWER_TIMEOUT_S).not_done:
+        if wait([self.end], _ANSWER_TIMEOUT_S).not_done:
             self._zygote.close()
 
     def note_end(self, code: int, reason: str = "") -> None:
-        """Take in what :meth:`wait` returns."""
+        """Complete :attr:`end`."""
         with contextlib.suppress(InvalidStateError):  # it was killed before it was forked
-            self._end.set_result((code, reason))
+            self.end.set_result((code, reason))
 
 
 class Zygote:
@@ -144,7 +139,7 @@ class Zygote:
         self._reader = threading.Thread(
             target=self._run,
             args=(inheritance, theirs, started),
-            name="distcollect-zygote",
+            name=THREAD,
             daemon=True,
         )
         self._reader.start()
