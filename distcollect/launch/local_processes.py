@@ -207,6 +207,7 @@ class LocalProcesses:
             # Garbage collection finalizes a collector there, where no end can be waited for.
             for running in self._still_running(0):
                 self._kill(running)
+            zygote.end_if_unwanted(self)
             return
         for running in self._still_running(grace_s):
             log.warning("%s did not end within %g s: killing it", running.boot.name, grace_s)
