@@ -26,11 +26,13 @@ from helpers.paths import TESTBED
 NUM_HOSTS = 3
 
 
-pytestmark = pytest.mark.usefixtures("marked")  # whose end kills what a failed test leaves
-needs_hosts = pytest.mark.skipif(
-    os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("ss"),
-    reason="makes network namespaces: needs root and iproute2",
-)
+pytestmark = [
+    pytest.mark.usefixtures("marked"),  # whose end kills what a failed test leaves
+    pytest.mark.skipif(
+        os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("ss"),
+        reason="makes network namespaces: needs root and iproute2",
+    ),
+]
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +44,6 @@ def on_host(three_hosts):
         yield lambda host, *command: [*three_hosts.on(host), *command]
 
 
-@needs_hosts
 def test_slurm_variables_on_three_hosts(on_host):
     ranks = [
         start(on_host(1 + rank, sys.executable, SCRIPT), **slurm_variables(rank, NUM_HOSTS, 1))
@@ -55,7 +56,6 @@ def test_slurm_variables_on_three_hosts(on_host):
         assert seen["listening"] == [f"{os.environ['DC_NET']}.1"]
 
 
-@needs_hosts
 def test_a_host_that_was_unplugged_comes_back(on_host):
     ranks = [
         start(on_host(1 + rank, sys.executable, MENDED), **slurm_variables(rank, 3, 1))
@@ -74,7 +74,6 @@ def test_a_host_that_was_unplugged_comes_back(on_host):
     assert "mended" in outputs[0].splitlines()
 
 
-@needs_hosts
 @pytest.mark.timeout(400)  # six ranks start, which takes long on a busy machine
 def test_a_host_that_vanishes_while_it_receives_weights_leaves_the_others_in_one_group(on_host):
     """Its connections stay open, and nothing comes from it any more."""
@@ -106,7 +105,6 @@ def test_a_host_that_vanishes_while_it_receives_weights_leaves_the_others_in_one
     assert "done" in outputs[0].splitlines()
 
 
-@needs_hosts
 @pytest.mark.timeout(400)  # nine ranks start, which takes long on a busy machine
 def test_weights_travel_once_to_each_host(on_host):
     """To three workers there; also if the one that passes them on dies while it does."""
@@ -146,7 +144,6 @@ def await_line(process, wanted):
     raise AssertionError(f"{wanted!r} never came")
 
 
-@needs_hosts
 def test_two_trainers_on_three_hosts(on_host):
     options = ["-m", "torch.distributed.run", "--nnodes=3", "--nproc-per-node=2"]
     options += ["--rdzv-backend=c10d", "--rdzv-endpoint=node1:29512", "--rdzv-id=trainers"]

@@ -33,9 +33,8 @@ SUBMITIT = {
     "SUBMITIT_LOCAL_NTASKS": "3",
     "SUBMITIT_LOCAL_JOB_ID": "4711",
 }
-RAY = {
-    "RAY_JOB_CONFIG_JSON_ENV_VAR": '{"metadata": {"job_submission_id": "raysubmit_1"}}',
-}
+RAY = {"RAY_JOB_CONFIG_JSON_ENV_VAR": '{"metadata": {"job_submission_id": "raysubmit_1"}}'}
+CLUSTERS = [{}, SLURM, {"PMI_RANK": "0", "PMI_SIZE": "3"}, {"OMPI_COMM_WORLD_SIZE": "3"}]
 FROM_TORCHRUN = Launch(Launcher.TORCHRUN, 3, 4, 2, 2, "run", ("node1", 1234), local_rank=1)
 
 
@@ -51,9 +50,7 @@ FROM_TORCHRUN = Launch(Launcher.TORCHRUN, 3, 4, 2, 2, "run", ("node1", 1234), lo
         {**SUBMITIT, "SUBMITIT_LOCAL_NTASKS": "1"},
         {"SUBMITIT_LOCAL_NTASKS": "3", "SUBMITIT_LOCAL_JOB_ID": "5"},  # what starts the tasks
         {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
-        {
-            "RAY_JOB_CONFIG_JSON_ENV_VAR": '{"metadata": {}}'
-        },  # set by other programs than Ray's jobs
+        {"RAY_JOB_CONFIG_JSON_ENV_VAR": '{"metadata": {}}'},  # of other programs than Ray's jobs
         {"RAY_JOB_CONFIG_JSON_ENV_VAR": "{"},
         {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_JOB_ID": "1"},
         {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8"},  # in a batch script, outside srun
@@ -65,10 +62,16 @@ def test_no_launch(env: dict[str, str]) -> None:
     assert one_of_several(env) == ""
 
 
-def test_a_launch_of_one_rank_may_start_workers() -> None:
-    assert one_of_several({**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1"}) == ""
-    script = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}  # of a batch job
-    assert one_of_several(script) == ""
+@pytest.mark.parametrize(
+    "env",
+    [
+        {**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1"},
+        {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"},  # of a batch script
+        *({**started_by, **RAY} for started_by in CLUSTERS),
+    ],
+)
+def test_one_process_may_start_workers(env: dict[str, str]) -> None:
+    assert one_of_several(env) == ""
 
 
 @pytest.mark.parametrize("around", [{}, SLURM, RAY], ids=["alone", "srun", "Ray"])
@@ -77,14 +80,11 @@ def test_torchrun(around: dict[str, str]) -> None:
     assert FROM_TORCHRUN.num_workers == 3
 
 
-@pytest.mark.parametrize(
-    "started_by", [{}, SLURM, {"PMI_RANK": "0", "PMI_SIZE": "3"}, {"OMPI_COMM_WORLD_SIZE": "3"}]
-)
+@pytest.mark.parametrize("started_by", CLUSTERS)
 def test_a_job_of_ray(started_by: dict[str, str]) -> None:
     """Whatever started the cluster hands its variables down to the jobs."""
     launch = Launch.detect({**started_by, **RAY})
     assert launch == Launch(Launcher.RAY_JOB, run_id="raysubmit_1")
-    assert one_of_several({**started_by, **RAY}) == ""
 
 
 def test_a_launcher_within_a_job_of_ray() -> None:
