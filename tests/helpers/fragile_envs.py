@@ -107,6 +107,18 @@ def collect(engine: Engine, rollouts: int, steps: int = T, **kwargs: Any) -> Ten
     return torch.cat(parts, 1)
 
 
+def collect_checked(
+    engine: Engine, rollouts: int, lengths: Sequence[int] = LONG, cut_after: int | None = None
+) -> TensorDict:
+    """Collect the first rollouts, and check that every value is right and every frame there."""
+    batch = collect(engine, rollouts)
+    check_policy(batch)
+    for row in batch:
+        check_row(row, lengths, cut_after)
+    assert is_accounted_for(engine, batch.numel())
+    return batch
+
+
 def is_accounted_for(engine: Engine, delivered: int) -> bool:
     held = engine.num_waiting
     return engine.counter.stepped == delivered + sum(engine.counter.lost.values()) + held
@@ -157,18 +169,15 @@ quiet = pytest.mark.filterwarnings("ignore:.*(ERROR|WARN):UserWarning")
 def check_a_vector_env_that_raises(kind: str, at: int) -> None:
     maker = VectorMaker(kind, Maker({1: [("step", at)]}))
     engine = engine_of(maker, SummingPolicy())
-    batch = collect(engine, 3)
-    check_policy(batch)
+    batch = collect_checked(engine, 3)
     before = at - 1
     for row, each in enumerate(batch):
-        check_row(each)
         expected = [(row, 0, step) for step in range(before)]
         expected += [(row + 10, 0, step) for step in range(3 * T - before)]
         assert steps_of(each) == expected
     marked = [] if before in (0, T) else [[row, before - 1] for row in range(N)]
     assert batch["collector", "faulted"].nonzero().tolist() == marked
     assert engine.counter.env_faults == 1
-    assert is_accounted_for(engine, batch.numel())
     assert not engine.counter.lost
     engine.close()
     if kind.startswith("async"):
@@ -182,13 +191,10 @@ def check_rows_of_a_vector_env_with_episodes_of_their_own(kind: str, at: int) ->
     lengths = (3, 1, 4, 2)
     maker = VectorMaker(kind, Maker({1: [("step", at), ("step", 9), ("step", 2)]}, lengths))
     engine = engine_of(maker, SummingPolicy())
-    batch = collect(engine, 5)
-    check_policy(batch)
+    batch = collect_checked(engine, 5, lengths)
     for each in batch:
-        check_row(each, lengths)
         begins = torch.cat([torch.tensor([True]), each["collector", "traj_ids"].diff() != 0])
         assert not each["observation"][begins, 2].any(), "a trajectory's first frame is missing"
     assert batch["collector", "faulted"].any()
     assert engine.counter.env_faults == 3
-    assert is_accounted_for(engine, batch.numel())
     engine.close()

@@ -27,6 +27,7 @@ from helpers.fragile_envs import (
     check_row,
     check_rows_of_a_vector_env_with_episodes_of_their_own,
     collect,
+    collect_checked,
     engine_of,
     quiet,
     steps_of,
@@ -91,9 +92,7 @@ def test_a_vector_env_whose_process_ends_in_mid_step(dying: int) -> None:
         return made[-1]
 
     engine = engine_of(make, SummingPolicy(), faults=1)
-    batch = collect(engine, 1)
-    for each in batch:
-        check_row(each)
+    batch = collect_checked(engine, 1)
     assert batch["collector", "faulted"].nonzero().tolist() == [[row, 1] for row in range(N)]
     processes = made[0].processes
     assert not any(process.is_alive() for process in processes)
