@@ -15,7 +15,7 @@ from tensordict import TensorDict
 from torch import nn
 
 from distcollect.collectors.background import Background
-from distcollect.collectors.batch_format import WholeTrajectories
+from distcollect.collectors.batch_format import BatchFormat, WholeTrajectories
 from distcollect.collectors.options import CollectorOptions
 from distcollect.collectors.replay import frames_for
 from distcollect.collectors.stacklevel import users_stack_level, without_stop
@@ -137,6 +137,7 @@ class Backend(ABC):
         self.last_workers: tuple[int, ...] = ()
         self.lag: LagStats | None = None
         self._options = options
+        self._format = BatchFormat(options)
         self._stats_recorder = stats_recorder
         self._waiting: Batch | None = None  # that the replay buffer did not take
         self._adding: Batch | None = None  # the one that is added to the replay buffer now
@@ -293,9 +294,7 @@ class Backend(ABC):
         if batch.numel() != self.frames_per_batch:
             return [batch]
         options = self._options
-        return options.batch_format.rollouts(
-            batch, self.layout.num_envs, options.rollouts_per_batch
-        )
+        return self._format.rollouts(batch, self.layout.num_envs, options.rollouts_per_batch)
 
     def _made(self, timeout_s: float | None) -> Batch | None:
         if self.unpublished is not None:
@@ -307,7 +306,7 @@ class Backend(ABC):
         batch = self._collect(self.limit_s(timeout_s))
         assert batch.frames is not None
         try:
-            shaped = self._options.batch_format.shaped(batch.frames, self.layout)
+            shaped = self._format.shaped(batch.frames, self.layout)
             batch.frames = self._processed(shaped)
         except BaseException:
             self._settle(batch, "given_up")
@@ -322,12 +321,12 @@ class Backend(ABC):
             mask=self._options.has_mask,
             compact=self._options.compact_obs,
             device=self._options.devices.storing,
-            shape=self._options.batch_format.shape(layout, rollouts),
+            shape=self._format.shape(layout, rollouts),
         )
 
     def _processed(self, frames: TensorDict) -> TensorDict:
         """Return the frames of a batch as they are delivered."""
-        return self._options.batch_format.processed(frames)
+        return self._format.processed(frames)
 
     def _made_of_trajectories(
         self, trajectories: WholeTrajectories, timeout_s: float | None
@@ -353,7 +352,7 @@ class Backend(ABC):
                 raise trajectories.too_few(limit_s) from error
             assert batch.frames is not None
             num_before = trajectories.num_whole
-            rows = self._options.batch_format.shaped(batch.frames, self.layout)
+            rows = self._format.shaped(batch.frames, self.layout)
             trajectories.add(rows, batch.headers)
             self._settle(batch, None)
             # With resets in between, a trajectory that one rollout lacks comes in no later one.

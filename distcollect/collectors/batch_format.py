@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, is_non_tensor, lazy_stack
 from tensordict.base import TensorDictBase
 
+from distcollect.collectors.options import CollectorOptions
 from distcollect.errors import ArgumentError, ArgumentTypeError, BatchTimeout
 from distcollect.rollout.header import Header, Rollout
 from distcollect.rollout.layout import MASK, TRAJ_IDS, Layout
 from distcollect.rollout.spaces import as_key, indexable
-
-if TYPE_CHECKING:
-    from distcollect.collectors.options import CollectorOptions
 
 
 class BatchFormat:

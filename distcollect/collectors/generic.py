@@ -75,11 +75,6 @@ class Collector(SyncDataCollector):
         """
         if cls is not Collector:
             return super().__new__(cls)
-        if len(args) > 2:
-            raise ArgumentTypeError(
-                "Collector takes at most create_env_fn and policy by position: give the others by "
-                "name"
-            )
         backend = _backend(kwargs)
         if backend != "direct":
             return _with_workers(backend, args, kwargs)

@@ -185,8 +185,7 @@ class InProcess(Backend):
         slab.clear()
         header = Header(0, 0, 0, slab.num_frames, slab.num_steps, 0, (0, 0))
         frames = self._assembled(self.layout, [Rollout(header, slab.local_tensors())]).zero_()
-        batch_format = self._options.batch_format
-        return batch_format.processed(batch_format.shaped(frames, self.layout))
+        return self._format.processed(self._format.shaped(frames, self.layout))
 
     # What the user asks for between two batches.
 

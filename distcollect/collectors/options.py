@@ -22,7 +22,6 @@ from tensordict import TensorDict
 from torch import nn
 
 from distcollect.collectors import validation
-from distcollect.collectors.batch_format import BatchFormat
 from distcollect.collectors.replay import ReplayBuffer
 from distcollect.collectors.stacklevel import users_stack_level
 from distcollect.collectors.validation import Devices
@@ -156,12 +155,8 @@ class CollectorOptions:
         validation.check_policy(self.policy, self.policy_factory, several=self.has_workers)
         validation.check_together(self)
         # These check what they are made from.
-        _ = self.batch_format, self.devices, self.exploration, self.named_models
-
-    @cached_property
-    def batch_format(self) -> BatchFormat:
-        """The form of a batch."""
-        return BatchFormat(self)
+        _ = self.devices, self.named_models
+        Exploration.of(self.exploration_type)
 
     @property
     def joins(self) -> int | str:
@@ -176,11 +171,6 @@ class CollectorOptions:
         if self.total_frames == -1:
             return -1
         return -(-self.total_frames // frames_per_batch) * frames_per_batch
-
-    @cached_property
-    def exploration(self) -> Exploration:
-        """``exploration_type``, as the policy takes it."""
-        return Exploration.of(self.exploration_type)
 
     @property
     def num_to_start(self) -> int:
@@ -262,7 +252,7 @@ class CollectorOptions:
             device=devices.policy,
             env_device=devices.env,
             adds_transforms=self.auto_register_policy_transforms is not False,
-            exploration=self.exploration,
+            exploration=Exploration.of(self.exploration_type),
             info_keys=self.info_keys,
             max_frames_per_traj=self.max_frames_per_traj,
             reset_at_each_iter=self.reset_at_each_iter,

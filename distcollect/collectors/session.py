@@ -272,7 +272,7 @@ class Session(Backend):
             rows, rollouts, lambda _, version: max(0, newest - version), self._options.mask_above
         )
         self.lag = _stats_of(lags)
-        frames = self._options.batch_format.shaped(rows, reference.layout)
+        frames = self._format.shaped(rows, reference.layout)
         return self._give(Batch(without_stop(self._processed, frames)))
 
     # What the user asks for between two batches.

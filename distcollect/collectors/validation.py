@@ -263,15 +263,12 @@ def _check_buffer_takes(options: Any) -> None:
             continue
         given = options.staleness if name == "mask_above" else name
         why = f"{given} {'leaves out frames' if name in changing else 'needs whole batches'}"
-        if ndim == 1:
-            raise ArgumentError(
-                f"extend_buffer=False adds single steps to the replay buffer, and {why}: leave out "
-                "one of them"
-            )
-        raise ArgumentError(
-            f"replay_buffer: its storage has ndim={ndim}, so it takes whole rollouts, and {why}: "
-            "use a storage with ndim=1, or leave out the other"
-        )
+        takes = "extend_buffer=False adds single steps to the replay buffer"
+        remedy = "leave out one of them"
+        if ndim > 1:
+            takes = f"replay_buffer: its storage has ndim={ndim}, so it takes whole rollouts"
+            remedy = "use a storage with ndim=1, or leave out the other"
+        raise ArgumentError(f"{takes}, and {why}: {remedy}")
 
 
 class Devices(NamedTuple):
