@@ -1,12 +1,14 @@
-"""distcollect's collectors on a workload, in a process that ends right afterwards.
+"""Bare loops and distcollect's collectors on a workload, in a process that ends right afterwards.
 
-What steps envs in one process uses one thread of torch there, as each bare loop does.
+What steps envs in one process uses one thread of torch there. The limit of W workers is W bare
+loops side by side, in a process each: workers whose communication costs nothing.
 """
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,12 @@ import torch
 import distcollect as dc
 from benchmarks.items import Values
 from benchmarks.windows import Batch, frames_per_s
-from benchmarks.workloads import WORKLOADS, Workload
+from benchmarks.workloads import SLEEPING, WORKLOADS, Workload
+from distcollect.commands.bench import BareLoop, loop_processes
 from distcollect.commands.collect.saved import SavedFrames
 
 _SAVED_ROLLOUTS = 50  # in each folder
+_RANDOM_STEPS = 128
 
 
 def arguments(workload: Workload, **options: Any) -> dict[str, Any]:
@@ -39,6 +43,21 @@ def counted(collector: Iterable[Any]) -> Iterator[Batch]:
         yield int(batch["collector", "worker_id"].flatten()[0]), batch.numel()
 
 
+def bare_loop(workload: Workload) -> BareLoop:
+    """A bare loop in this process."""
+    sizes = workload.num_envs, workload.num_steps
+    return BareLoop(workload.make_env, workload.make_policy, *sizes)
+
+
+def run_bare(seconds: float, *, name: str, num_processes: int) -> Values:
+    """Bare loops side by side; their frames/s together."""
+    workload = WORKLOADS[name]
+    makers = workload.make_env, workload.make_policy
+    sizes = num_processes, workload.num_envs, workload.num_steps
+    with loop_processes(*makers, *sizes) as window:
+        return {"frames_per_s": window(seconds)}
+
+
 def run_sync(seconds: float, *, name: str) -> Values:
     """SyncDataCollector."""
     torch.set_num_threads(1)
@@ -49,6 +68,20 @@ def run_sync(seconds: float, *, name: str) -> Values:
 def run_workers(seconds: float, *, name: str, kind: str, **options: Any) -> Values:
     """An asynchronous collector of that name; the trainer only counts."""
     with getattr(dc, kind)(**arguments(WORKLOADS[name], **options)) as collector:
+        return {"frames_per_s": frames_per_s(counted(collector), seconds)}
+
+
+def run_sleeping(seconds: float, *, num_workers: int, random: bool) -> Values:
+    """Workers whose envs sleep in each step.
+
+    ``random``: they have no policy, and longer rollouts. The policy of the workload takes several
+    times as much CPU as all else, so that a small machine shows little but that.
+    """
+    workload = replace(SLEEPING, num_steps=_RANDOM_STEPS) if random else SLEEPING
+    given = arguments(workload, num_workers=num_workers)
+    if random:
+        given["policy"] = None
+    with dc.RPCDataCollector(**given) as collector:
         return {"frames_per_s": frames_per_s(counted(collector), seconds)}
 
 

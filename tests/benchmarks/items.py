@@ -64,8 +64,8 @@ def _workload(name: str, about: str, needs: tuple[str, ...] = ()) -> Item:
 
     rpc = {"kind": "RPCDataCollector", "num_workers": 2}
     parts = {
-        "bare": contender("bare loop", "bare:run_bare", "bare", num_processes=1),
-        "bare-x2": contender("2 bare loops", "bare:run_bare", "bare-x2", num_processes=2),
+        "bare": contender("bare loop", "contenders:run_bare", "bare", num_processes=1),
+        "bare-x2": contender("2 bare loops", "contenders:run_bare", "bare-x2", num_processes=2),
         "sync": contender("SyncDataCollector", "contenders:run_sync", "bare"),
         "async": contender(
             "aSyncDataCollector", "contenders:run_workers", "bare", kind="aSyncDataCollector"
@@ -99,7 +99,7 @@ def _scaling() -> Iterator[tuple[str, Part]]:
             options = {"num_workers": count, "random": bool(kind)}
             about = f"{count} worker(s){', random actions' if kind else ''}"
             limit_s = _LIMIT_S + 10 * count
-            yield f"{count}{kind}", Part(about, "scaling:run", options, limit_s=limit_s)
+            yield f"{count}{kind}", Part(about, "contenders:run_sleeping", options, limit_s=limit_s)
 
 
 def _replay() -> Iterator[tuple[str, Part]]:
@@ -177,7 +177,7 @@ ITEMS: dict[str, Item] = {
     "seeded": _in_turn(
         "SyncDataCollector with and without a seed, in turn", "alternating:run_seeded", _CARTPOLES
     ),
-    "counting": _in_turn("what statistics cost", "counting:run_counting", _CARTPOLES),
+    "counting": _in_turn("what statistics cost", "alternating:run_counting", _CARTPOLES),
     "ray": _in_turn(
         "two workers that Ray starts and two without Ray, in turn",
         "alternating:run_ray",

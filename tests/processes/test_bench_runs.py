@@ -59,9 +59,9 @@ def test_nothing_is_left_when_bench_is_killed(marked: Marked) -> None:
 
 def test_a_peer_that_is_missing_or_fails_stops_no_comparison() -> None:
     parts = {
-        "sync": Part("a peer", "bare:run_bare", needs=("no_such_module",)),
-        "no-such-part": Part("another", "bare:run_bare"),
-        "bare": Part("a third", "bare:run_bare", limit_s=0.1),
+        "sync": Part("a peer", "contenders:run_bare", needs=("no_such_module",)),
+        "no-such-part": Part("another", "contenders:run_bare"),
+        "bare": Part("a third", "contenders:run_bare", limit_s=0.1),
     }
     outcomes = run_item("cartpole-1", parts, repeats=2, seconds=0.01, progress=lambda _: None)
     assert [o.status for o in outcomes.values()] == ["not installed", "failed", "failed"]
