@@ -32,7 +32,6 @@ def count_lags(
     by_rollout = versions.reshape(len(rollouts), -1)
     traj_ids = batch["collector", "traj_ids"].reshape(len(rollouts), -1)
     lags: list[list[tuple[int, int]]] = []
-    last: list[tuple[int, int]] = []
     stale: list[tuple[int, int]] = []
     for index, rollout in enumerate(rollouts):
         counts = []
@@ -45,9 +44,7 @@ def count_lags(
             counts.append((lag, num_frames))
             if mask_above is not None and lag > mask_above:
                 stale.append((index, version))
-        if counts != last:  # most are equal: garbage collection looks at one of them only
-            last = counts
-        lags.append(last)
+        lags.append(counts)
     if mask_above is not None:
         fresh = torch.ones_like(by_rollout, dtype=torch.bool)
         for index, version in stale:

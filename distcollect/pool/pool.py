@@ -51,7 +51,7 @@ from distcollect.pool.setup_calls import SetupArguments, SetupCall
 from distcollect.pool.worker_slots import BatchPlan, RolloutRequest, RolloutState, WorkerSlot
 from distcollect.results import LedgerReport, WorkerThroughput
 from distcollect.rollout.header import Rollout
-from distcollect.roster.interfaces import FailureSink
+from distcollect.roster.interfaces import FailureSink, MembershipObserver
 from distcollect.telemetry.recorder import StatsRecorder
 from distcollect.transport.protocol import Transport
 from distcollect.transport.worker_service import ResumeRequest, WorkerService
@@ -80,7 +80,7 @@ class Delivery:
     rollouts: list[Rollout]
 
 
-class Pool:
+class Pool(MembershipObserver):
     """Collects rollouts from workers, and sends weights before it requests rollouts.
 
     Attributes:

@@ -15,7 +15,6 @@ from distcollect.config import WeightSync
 from distcollect.errors import ArgumentError, ArgumentTypeError
 from distcollect.policy.weight_layout import WeightLayout, check_range, is_part
 from distcollect.pool.pool import Pool
-from distcollect.pool.staleness import lagging
 from distcollect.weights.push_handle import PushHandle
 from distcollect.weights.updaters import WeightUpdaterBase, gpu_of
 
@@ -192,4 +191,6 @@ class Publisher:
         return selected
 
     def _lagging(self, more_than: int) -> list[int]:
-        return lagging(self._pool.acknowledged, self._pool.version + 1, more_than)
+        # All versions count, not only those sent to a worker: one that gets few falls behind.
+        oldest = self._pool.version + 1 - more_than
+        return sorted(w for w, version in self._pool.acknowledged.items() if version < oldest)

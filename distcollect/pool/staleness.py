@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 # Bounds on lag are small: no lag that matters is larger.
@@ -135,15 +135,11 @@ class Pacer:
         self._gap = min(self._gaps, default=1)
         self._needed = None
 
-    def may_ask(self, worker_id: int, acknowledged: int) -> bool:
-        """Return True if a rollout may be requested now from this worker, which has this version.
-
-        If not, that may change with its next acknowledgement and with whatever the pacer is told.
-        """
-        return self.slack(worker_id, acknowledged) >= self.needed_slack()
-
     def needed_slack(self) -> int:
-        """The least slack that a further ticket has to have."""
+        """The least slack that a further ticket has to have now.
+
+        That may change with whatever the pacer is told.
+        """
         self._count()
         if self._needed is None:
             self._needed = self._least_feasible()
@@ -169,10 +165,6 @@ class Pacer:
     def given_up(self, ticket: StalenessTicket) -> None:
         """Note that the user will not get this rollout; KeyError if it is not out."""
         self._remove(ticket)
-
-    def too_stale(self, ticket: StalenessTicket) -> bool:
-        """Return True if its lag is above the bound, as far as is known before it has arrived."""
-        return self.slack(ticket.worker_id, ticket.version) < 0
 
     def may_deliver(self, ticket: StalenessTicket) -> bool:
         """Return True to deliver this rollout now, which has arrived and is not too stale.
@@ -267,20 +259,3 @@ class Pacer:
             now = self._burst - self._bursts[-1] if self._since == 0 else 0
             since = min(self._since, self._gap)
         return now + self._burst * ((since + deliveries) // self._gap)
-
-
-def lagging(acknowledged: Mapping[int, int], current_version: int, more_than: int) -> list[int]:
-    """The workers more than ``more_than`` versions behind, in the order of their ids.
-
-    All versions count, not only those sent to a worker: a worker that gets few falls behind.
-
-    Args:
-        acknowledged: ``{worker_id: newest version it has}``.
-        current_version: the newest there is.
-        more_than: this many versions behind are allowed.
-    """
-    return sorted(
-        worker_id
-        for worker_id, version in acknowledged.items()
-        if current_version - version > more_than
-    )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Protocol
 
 
-class MembershipObserver(Protocol):
-    """Follows which workers are there: the pool. All is called on one thread."""
+class MembershipObserver:
+    """Follows which workers are there, as the pool does. All is called on one thread."""
 
     def join(self, worker_id: int, incarnation: int, peer: int) -> None:
         """A process is there and has tried out its envs; ``peer`` is its id on the wire."""

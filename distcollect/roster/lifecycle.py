@@ -135,7 +135,8 @@ class Lifecycle(HostEvents):
             faults.max_restarts,
             faults.restart_pause_s,
         )
-        self._observer: MembershipObserver | None = None
+        self._observer = MembershipObserver()
+        self._is_observed = False
         self._deaths: dict[int, str] = {}
         # Slots for which no supervisor will come, and why.
         self._given_up: dict[int, str] = {}
@@ -299,14 +300,14 @@ class Lifecycle(HostEvents):
         self.gpus[process.worker_id] = info.gpu
         with self._status.lock:
             self._status.worker_infos.setdefault(process.worker_id, info)
-        if self._observer is not None:
+        if self._is_observed:
             log.info("%s is ready%s", self._name(process), process.where)
-            self._observer.join(process.worker_id, process.incarnation, process.peer)
+        self._observer.join(process.worker_id, process.incarnation, process.peer)
 
     @_posted
     def observe(self, observer: MembershipObserver) -> None:
         """Report to ``observer`` from now on; first the workers that are there."""
-        self._observer = observer
+        self._observer, self._is_observed = observer, True
         if self._status.failure is not None:
             observer.fail(self._status.failure)
         for worker_id, state in self._membership.states.items():
@@ -364,7 +365,7 @@ class Lifecycle(HostEvents):
         process = self._current(worker_id)
         if process is None:
             self._check_vacant(worker_id, "it was released")
-        elif process.info is None or self._observer is None:
+        elif process.info is None or not self._is_observed:
             self._lose(process)
         else:
             self._drain(process)
@@ -389,7 +390,7 @@ class Lifecycle(HostEvents):
         )
 
     def _drain(self, process: Process) -> bool:
-        if self._observer is None or not self._membership.drain(*process.key):
+        if not self._is_observed or not self._membership.drain(*process.key):
             return False
         self._observer.leave(*process.key)
         return True
@@ -429,8 +430,7 @@ class Lifecycle(HostEvents):
         """A slot has no process; if none is going to be started, report that."""
         if self._membership.state(worker_id) not in (WorkerState.LOST, WorkerState.LEFT):
             return
-        if self._observer is not None:
-            self._observer.lose(worker_id, -1, replaced=False)
+        self._observer.lose(worker_id, -1, replaced=False)
         if fatal := self._fatal(worker_id, WorkerLost(reason, worker_id=worker_id)):
             self.fail(fatal)
 
@@ -454,9 +454,8 @@ class Lifecycle(HostEvents):
         if process.connection is not None:
             process.connection.close()
         self._transport.disconnect(process.peer)
-        if self._observer is not None:
-            joins = self._membership.state(worker_id) is WorkerState.JOINING
-            self._observer.lose(*process.key, replaced=joins and not self._status.is_stopping)
+        joins = self._membership.state(worker_id) is WorkerState.JOINING
+        self._observer.lose(*process.key, replaced=joins and not self._status.is_stopping)
 
     @_posted
     def exited(self, worker_id: int, incarnation: int, process_exit: ProcessExit) -> None:
@@ -478,9 +477,8 @@ class Lifecycle(HostEvents):
         self._publish()  # first: who waits for ends looks at the states
         self._status.ends.note(worker_id, WorkerEnd(failure, is_hang=cause == "hung"))
         stopping = self._status.is_stopping
-        if self._observer is not None:
-            stepped = None if process.exit is None else process.exit.stepped
-            self._observer.account(*process.key, "shut_down" if stopping else cause, stepped)
+        stepped = None if process.exit is None else process.exit.stepped
+        self._observer.account(*process.key, "shut_down" if stopping else cause, stepped)
         if stopping:
             return
         if self._status.is_starting and worker_id < self._num_first:
@@ -532,8 +530,7 @@ class Lifecycle(HostEvents):
     def fail(self, error: DistCollectError) -> None:
         """The run can't go on."""
         self._status.fail(error)
-        if self._observer is not None:
-            self._observer.fail(error)
+        self._observer.fail(error)
 
     # Ending all; the first two run on the thread that closes the collector.
 
