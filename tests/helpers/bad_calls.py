@@ -34,6 +34,18 @@ def closed(use: Callable[[Any], Any]) -> Any:
     return use(collector)
 
 
+def ray(**given: Any) -> Any:
+    return dc.RayDataCollector(**{**RPC, **given})
+
+
+def chosen(**given: Any) -> Any:
+    return dc.Collector("CartPole-v1", frames_per_batch=8, **given)
+
+
+def delayed(num_jobs: int, **given: Any) -> Any:
+    return dc.submitit_delayed_launcher(num_jobs, **given)(lambda: None)()
+
+
 def spaced(**spaces_or_values: Any) -> Callable[[], SamplingEnv]:
     return lambda: SamplingEnv(**spaces_or_values)
 
@@ -217,6 +229,47 @@ ARGUMENTS: list[Row] = [
     (lambda: rpc(collector_kwargs=5), KIND, "collector_kwargs=5", "must be a dict"),
     (lambda: rpc(create_env_kwargs=[{}]), ARGUMENT, r"env_kwargs=\[{}\]", "one dict for each"),
     (lambda: rpc(collector_class="ray"), ARGUMENT, "collector_class='ray'", "several workers"),
+    (lambda: rpc(ray_init_config={"num_cpus": 1}), ARGUMENT, "ray_init_config=", "a RayDataColl"),
+    (lambda: ray(num_workers=None), ARGUMENT, "num_workers is missing", "num_collectors"),
+    (lambda: ray(remote_configs=[{}]), ARGUMENT, r"1 entries for 2 worker\(s\)", "one for each"),
+    (lambda: ray(remote_configs=1), KIND, "remote_configs=1", "must be a dict"),
+    (lambda: ray(remote_configs={"name": "x"}), ARGUMENT, "'name' can't be set", "named after"),
+    (lambda: ray(remote_configs={"lifetime": "x"}), ARGUMENT, "'lifetime'", "end with the trainer"),
+    (lambda: ray(remote_config={}), KIND, "'remote_config'", "did you mean 'remote_configs'"),
+    (lambda: ray(ray_init_config="auto"), KIND, "ray_init_config='auto'", "must be a dict"),
+    (lambda: ray(placement_group_strategy="LOOSE"), ARGUMENT, "='LOOSE'", "one of 'PACK', 'SPR"),
+    (
+        lambda: ray(placement_group_strategy="PACK", remote_configs={"placement_group": "x"}),
+        ARGUMENT,
+        "'placement_group' and placement_group_strategy='PACK'",
+        "give one of them",
+    ),
+    (
+        lambda: ray(num_workers_per_collector=2, remote_configs={"num_cpus": 2}),
+        ARGUMENT,
+        "num_workers_per_collector=2 and remote_configs",
+        "Give num_workers",
+    ),
+    (lambda: chosen(num_collectors=0), ARGUMENT, "num_collectors=0", "at least 1"),
+    (lambda: chosen(num_collectors=2, backend="direct"), ARGUMENT, "'direct'", "at most one"),
+    (lambda: chosen(sync=True), ARGUMENT, "'direct'", "sync is for collectors with workers"),
+    (lambda: chosen(backend="mpi"), ARGUMENT, "backend='mpi'", "use one of 'direct'"),
+    (lambda: chosen(backend="process", sync=1), KIND, "sync=1", "True or False"),
+    (
+        lambda: chosen(backend="rpc", backend_options={"frames_per_batch": 4}),
+        ARGUMENT,
+        "'frames_per_batch'",
+        "duplicates",
+    ),
+    (
+        lambda: chosen(backend="submitit", backend_options={"launcher": "mp"}),
+        ARGUMENT,
+        "backend='submitit'",
+        "requires launcher='submitit'",
+    ),
+    (lambda: delayed(0), ARGUMENT, "num_jobs=0", "at least 1"),
+    (lambda: delayed(1, framework="mpi"), ARGUMENT, "framework='mpi'", "'rpc' or"),
+    (lambda: delayed(1, submitit_main_conf={"timeout_mn": 5}), ARGUMENT, "'timeout_mn'", "'timeo"),
     (lambda: dc.MultiSyncDataCollector(**RPC, sync=False), ARGUMENT, "has no sync", "RPCData"),
     (lambda: dc.run(print, num_trainers=0), ARGUMENT, "num_trainers=0", "at least 1"),
     (lambda: dc.run(print, num_trainers=np.int64(2)), ARGUMENT, "num_trainers=2", "by torchrun"),

@@ -77,24 +77,6 @@ def test_what_a_script_changed_in_torchrl_s_defaults_is_requested(
     assert workers.startswith("1 task(s), 3 times\n")
 
 
-@pytest.mark.parametrize(
-    ("given", "complaint"),
-    [
-        ({"num_jobs": 0}, "num_jobs"),
-        ({"num_jobs": 1, "framework": "mpi"}, "framework='mpi'"),
-    ],
-)
-def test_bad_arguments(given: dict[str, object], complaint: str) -> None:
-    with pytest.raises(dc.ArgumentError, match=complaint):
-        dc.submitit_delayed_launcher(**given)  # type: ignore[arg-type]
-
-
-def test_a_misspelled_request() -> None:
-    main = dc.submitit_delayed_launcher(1, submitit_main_conf={"timeout_mn": 5})(lambda: None)
-    with pytest.raises(dc.ArgumentError, match="did you mean 'timeout_min'"):
-        main()
-
-
 def test_a_notebook_has_no_script(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(sys.modules["__main__"], "__file__")
     with pytest.raises(dc.LaunchError, match="save the code as a file"):

@@ -74,43 +74,6 @@ def test_a_list_has_an_entry_for_each_worker() -> None:
     assert [made.placer.resources(w) for w in range(2)] == [{"CPU": 2}, {"CPU": 1}]
 
 
-@pytest.mark.parametrize(
-    ("given", "error", "message"),
-    [
-        ({}, dc.ArgumentError, "num_workers is missing: .*num_collectors"),
-        ({"remote_configs": [{}]}, dc.ArgumentError, r"1 entries for 2 worker\(s\)"),
-        ({"remote_configs": 1}, dc.ArgumentTypeError, "remote_configs=1: must be a dict"),
-        ({"remote_configs": {"name": "x"}}, dc.ArgumentError, "'name' can't be set: the actors"),
-        ({"remote_configs": {"lifetime": "detached"}}, dc.ArgumentError, "end with the trainer"),
-        ({"ray_init_config": "auto"}, dc.ArgumentTypeError, "ray_init_config='auto': must be a"),
-        ({"placement_group_strategy": "LOOSE"}, dc.ArgumentError, "use one of 'PACK', 'SPREAD'"),
-        (
-            {
-                "placement_group_strategy": "PACK",
-                "remote_configs": {"scheduling_strategy": "SPREAD"},
-            },
-            dc.ArgumentError,
-            "contradict each other",
-        ),
-        (
-            {"num_workers_per_collector": 2, "remote_configs": {"num_cpus": 2}},
-            dc.ArgumentError,
-            "each worker has an actor of its own",
-        ),
-        ({"remote_config": {}}, dc.ArgumentTypeError, "did you mean 'remote_configs'"),
-    ],
-)
-def test_what_is_refused(given: dict[str, Any], error: type[Exception], message: str) -> None:
-    count = {} if not given or "num_workers" in given else {"num_workers": 2}
-    with pytest.raises(error, match=message):
-        dc.RayDataCollector(**{**GIVEN, **count, **given})
-
-
-def test_other_collectors_name_the_one_for_ray() -> None:
-    with pytest.raises(dc.ArgumentError, match="a RayDataCollector takes it"):
-        dc.RPCDataCollector(**GIVEN, num_workers=1, ray_init_config={"num_cpus": 1})
-
-
 def test_ray_is_not_installed() -> None:
     with pytest.raises(dc.LaunchError, match=r"pip install 'distcollect\[ray\]'"):
         dc.RayCollector(**GIVEN, num_collectors=2)

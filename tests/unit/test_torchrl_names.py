@@ -86,32 +86,6 @@ class TestCollector:
         expected = {"num_collectors": 1, "frames_per_batch": 8, **expected}
         assert made == {"args": (SamplingEnv,), **expected}
 
-    @pytest.mark.parametrize(
-        ("settings", "error", "message"),
-        [
-            ({"num_collectors": 0}, ValueError, "at least 1"),
-            ({"backend": "direct", "num_collectors": 2}, ValueError, "at most one"),
-            ({"sync": True}, ValueError, "sync is for collectors with workers"),
-            ({"backend": "mpi"}, ValueError, "backend='mpi': use one of 'direct'"),
-            ({"backend": "process", "sync": 1}, TypeError, "sync=1: must be True or False"),
-            (
-                {"backend": "rpc", "backend_options": {"frames_per_batch": 4}},
-                ValueError,
-                "duplicates",
-            ),
-            (
-                {"backend": "submitit", "backend_options": {"launcher": "mp"}},
-                ValueError,
-                "requires launcher='submitit'",
-            ),
-        ],
-    )
-    def test_refuses_contradictions(
-        self, settings: dict[str, Any], error: type[Exception], message: str
-    ) -> None:
-        with pytest.raises(error, match=message):
-            dc.Collector(SamplingEnv, frames_per_batch=8, **settings)
-
     def test_a_derived_class_is_made_as_it_is(self) -> None:
         class Mine(dc.Collector):
             pass
