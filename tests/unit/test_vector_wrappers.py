@@ -36,41 +36,35 @@ class Row(gym.Env[np.ndarray, int]):
         return self._seen(), 1.0, self._frame == self._length, False, {}
 
 
-def rows(mode: AutoresetMode = AutoresetMode.NEXT_STEP) -> SyncVectorEnv:
-    return SyncVectorEnv([lambda n=n: Row(n) for n in LENGTHS], autoreset_mode=mode)
+def rows(
+    mode: AutoresetMode = AutoresetMode.NEXT_STEP, kind: type[SyncVectorEnv] = SyncVectorEnv
+) -> SyncVectorEnv:
+    return kind([lambda n=n: Row(n) for n in LENGTHS], autoreset_mode=mode)
 
 
-class Ages(VectorWrapper[Any, Any, Any, Any, Any]):
+class CountsAges:
     """Writes each row's frame into the second number, by its own count; knows no reset masks."""
 
-    def __init__(self, env: Any) -> None:
-        super().__init__(env)
-        self._ages = np.zeros(env.num_envs)
-        self._over = np.zeros(env.num_envs, bool)
-        self._in_step = env.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP
-
-    def _written(self, observations: Any) -> Any:
-        observations = observations.copy()
-        observations[:, 1] = self._ages
-        return observations
-
     def reset(self, **kwargs: Any) -> Any:
-        observations, infos = self.env.reset(**kwargs)
-        self._ages[:], self._over[:] = 0, False
-        return self._written(observations), infos
+        self._ages = np.zeros(len(LENGTHS))
+        return super().reset(**kwargs)  # type: ignore[misc]
 
     def step(self, actions: Any) -> Any:
-        observations, rewards, terminated, truncated, infos = self.env.step(actions)
+        observations, *others, infos = super().step(actions)  # type: ignore[misc]
         self._ages += 1
-        self._ages[self._over] = 0
-        over = terminated | truncated
-        if self._in_step:
-            for row in np.flatnonzero(over):
-                infos["final_obs"][row][1] = self._ages[row]
-            self._ages[over] = 0
-        else:
-            self._over = over
-        return self._written(observations), rewards, terminated, truncated, infos
+        for row, last in enumerate(infos.get("final_obs", ())):
+            if last is not None:
+                last[1] = self._ages[row]
+        self._ages[observations[:, 0] == 0] = 0
+        observations = observations.copy()
+        observations[:, 1] = self._ages
+        return observations, *others, infos
+
+
+class Ages(CountsAges, VectorWrapper[Any, Any, Any, Any, Any]): ...
+
+
+class AgesOfItsOwn(CountsAges, SyncVectorEnv): ...
 
 
 class Calls(VectorObservationWrapper[Any, Any, Any]):
@@ -88,25 +82,6 @@ class Calls(VectorObservationWrapper[Any, Any, Any]):
         return observations
 
 
-class AgesOfItsOwn(SyncVectorEnv):
-    """The same within a vector env."""
-
-    def __init__(self) -> None:
-        super().__init__([lambda n=n: Row(n) for n in LENGTHS])
-        self._ages = np.zeros(len(LENGTHS))
-
-    def reset(self, **kwargs: Any) -> Any:
-        self._ages[:] = 0
-        return super().reset(**kwargs)
-
-    def step(self, actions: Any) -> Any:
-        observations, *others = super().step(actions)
-        self._ages += 1
-        self._ages[observations[:, 0] == 0] = 0
-        observations[:, 1] = self._ages
-        return observations, *others
-
-
 class Generated(Ages):
     """Does not say from which module it is."""
 
@@ -122,7 +97,7 @@ WRAPPED: dict[str, Any] = {
     "within another": lambda: vector_wrappers.RecordEpisodeStatistics(Ages(rows())),
     "generated": lambda: Generated(rows()),
     "observations": lambda: Calls(rows()),
-    "vector env": AgesOfItsOwn,
+    "vector env": lambda: rows(kind=AgesOfItsOwn),
 }
 FRAMES = 8 * len(LENGTHS)
 
