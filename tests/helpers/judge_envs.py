@@ -114,7 +114,7 @@ class CountsSteps(VectorWrapper[Any, Any, Any, Any, Any]):
 class ToTorch(VectorWrapper[Any, Any, Any, Any, Any]):
     """Tensors outside, arrays inside; also in mappings, which it makes anew by their own type.
 
-    Gymnasium's ``NumpyToTorch`` does the same, but needs a package that may be missing.
+    Gymnasium's ``NumpyToTorch`` does the same, but needs a package that no extra installs.
     """
 
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
@@ -138,12 +138,6 @@ def _converted(value: Any, kind: type, convert: Callable[[Any], Any]) -> Any:
         inner = {name: _converted(each, kind, convert) for name, each in value.items()}
         return type(value)(**inner)
     return value
-
-
-def _numpy_to_torch(env: VectorEnv[Any, Any, Any]) -> Any:
-    from gymnasium.wrappers.vector import NumpyToTorch  # noqa: PLC0415 - may be missing
-
-    return NumpyToTorch(env)
 
 
 def _maker(script: Script, row: int, context: Any) -> Callable[[], NumberedEnv]:
@@ -173,8 +167,8 @@ class NumberedMaker:
             make = partial(AsyncVectorEnv, context="fork", shared_memory=shared)
             return make(makers, autoreset_mode=MODES[mode])
         env = SyncVectorEnv(makers, autoreset_mode=MODES[mode])
-        wrapper: Any = {"sync": lambda env: env, "wrapped": CountsSteps, "torch": ToTorch}
-        return {**wrapper, "gymnasium_torch": _numpy_to_torch}[kind](env)
+        wrap: Any = {"sync": lambda env: env, "wrapped": CountsSteps, "torch": ToTorch}[kind]
+        return wrap(env)
 
 
 SINGLE_PROCESS_KINDS = [

@@ -71,13 +71,6 @@ def test_each_frame_is_what_happened_in_the_processes_of_an_async_vector_env(
     collect(kind, case)
 
 
-@drawn()
-@given(case=CASES)
-def test_each_frame_is_what_happened_in_a_vector_env_that_gives_tensors(case: Case) -> None:
-    pytest.importorskip("array_api_compat", reason="gymnasium[array-api] is not installed")
-    collect("gymnasium_torch-next", case)
-
-
 def test_two_collectors_that_are_open_at_once_share_no_traj_ids() -> None:
     classes = (dc.SyncDataCollector, dc.SyncDataCollector)
     judge_ids_of_two(classes, lambda script: NumberedMaker("single", script), act)
