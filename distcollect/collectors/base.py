@@ -10,7 +10,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from types import TracebackType
 from typing import Any, ClassVar, TypeVar, cast
 
 from tensordict import TensorDict
@@ -408,12 +407,7 @@ class DataCollectorBase(ABC):
     def __enter__(self: _Self) -> _Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.shutdown()
         if kind is None:
             self._raise_from_background()
