@@ -12,9 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
-from distcollect.common import signals
-from distcollect.common.signals import WAKEUP_INTERVAL_S
-from distcollect.common.waiting import Reminder
+from distcollect.common.waiting import Reminder, wait_for
 from distcollect.config import Faults
 from distcollect.engine.pickled_plan import PickledPlan
 from distcollect.errors import CollectorStateError, DeadlineError, WorkerError
@@ -178,7 +176,7 @@ class Workers:
             states = self._status.states
             return [w for w in worker_ids if states.get(w) is not WorkerState.LEFT]
 
-        if not self._wait_until(lambda: not staying(), limit_s):
+        if not wait_for(self._status.changed, lambda: not staying(), limit_s):
             raise DeadlineError(
                 f"workers {staying()} did not leave within {limit_s:g} s: a step or close() of "
                 "their envs may hang; Faults(leave_timeout_s=..., stop_timeout_s=...) gives longer"
@@ -202,28 +200,25 @@ class Workers:
             "waiting up to %g s for workers: %d there, %d wanted",
             *(limit_s, status.num_present, least),
         )
-        if not self._wait_until(lambda: status.num_present >= least, limit_s, self._check_start):
+        if not self._await_joins(lambda: status.num_present >= least, limit_s):
             raise DeadlineError(
                 f"waited {limit_s:g} s for workers to join at {self.address}: "
                 f"{status.num_present} of at least {least} (Faults.min_workers) are there; "
                 f"{self._hosts.missing()}"
             )
 
-    def _wait_until(
-        self, is_done: Callable[[], bool], limit_s: float, check: Callable[[], None] = lambda: None
-    ) -> bool:
-        """Wait up to ``limit_s``, False if it took longer; ``check`` may raise meanwhile."""
-        deadline = time.monotonic() + limit_s
-        while True:
-            signals.check()
-            check()
-            with self._status.lock:
-                if is_done():
-                    return True
-                remaining = deadline - time.monotonic()
-                if remaining <= 0:
-                    return False
-                self._status.changed.wait(min(remaining, WAKEUP_INTERVAL_S))
+    def _await_joins(self, is_done: Callable[[], bool], limit_s: float) -> bool:
+        """Wait up to ``limit_s``, False if it took longer.
+
+        Raises:
+            DistCollectError: it keeps workers from joining.
+        """
+
+        def is_over() -> bool:
+            self._check_start()
+            return is_done()
+
+        return wait_for(self._status.changed, is_over, limit_s)
 
     def _check_start(self) -> None:
         """Raise what keeps workers from joining, if anything does."""
@@ -240,7 +235,7 @@ class Workers:
             self.await_enough()
         remaining = max(0.0, deadline - time.monotonic())
         # The other elastic workers join later.
-        in_time = self._wait_until(self._have_started, remaining, self._check_start)
+        in_time = self._await_joins(self._have_started, remaining)
         if not in_time and not self.is_elastic:
             missing = [w for w in status.states if w not in status.worker_infos]
             names = f"workers {missing}" if missing else "a worker"
