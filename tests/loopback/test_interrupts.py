@@ -182,13 +182,11 @@ class Buffer(KeepingBuffer):
     @property
     def frames(self) -> list[float]:
         """Numbers of all frames."""
-        return [
-            number
+        numbers = [
+            1_000_000 * data["collector", "worker_id"] + data["next", "observation"][:, 0]
             for data in self.added
-            for number in (
-                1_000_000 * data["collector", "worker_id"] + data["next", "observation"][:, 0]
-            ).tolist()
         ]
+        return torch.cat(numbers).tolist() if numbers else []
 
     def check(self) -> None:
         """It has each frame once; frames may be added meanwhile."""
