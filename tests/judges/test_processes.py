@@ -37,6 +37,15 @@ for module, name in ((os, "memfd_create"), (os, "pidfd_open"), (signal, "pidfd_s
     if hasattr(module, name):
         delattr(module, name)
 """
+# As in a sandbox whose kernel refuses them.
+REFUSED = """
+import errno, os
+
+def refuse(*_):
+    raise OSError(errno.ENOSYS, "refused")
+
+os.memfd_create = os.pidfd_open = refuse
+"""
 
 
 def check_collects(ended: Ended) -> None:
@@ -151,8 +160,9 @@ def test_options_of_python_and_numbers_of_threads(
     check_collects(Condition(options=options, env=env).run(tmp_path, "collect"))
 
 
-def test_a_python_without_new_calls_of_the_kernel(tmp_path: Path) -> None:
-    env = with_site(tmp_path, WITHOUT)
+@pytest.mark.parametrize("code", [WITHOUT, REFUSED], ids=["unknown", "refused"])
+def test_a_python_without_new_calls_of_the_kernel(code: str, tmp_path: Path) -> None:
+    env = with_site(tmp_path, code)
     check_collects(Condition(env=env).run(tmp_path, "collect"))
 
 
