@@ -32,7 +32,7 @@ from distcollect.common.process_exit import ProcessExit
 from distcollect.common.step_counter import LIMIT_MS, STACK_SIGNAL, TASK, SharedStepCounter, Task
 from distcollect.launch import zygote
 from distcollect.launch.cpu_placement import CpuPlacement
-from distcollect.launch.inheritance import Inheritance
+from distcollect.launch.zygote import Inheritance
 from distcollect.net.messages import Spawn, TrainerAddress, WorkerBoot
 
 log = logging.getLogger(__name__)

@@ -17,8 +17,8 @@ from distcollect.common import open_files
 from distcollect.common.process_exit import STRAY_CONNECTION, ProcessExit
 from distcollect.launch import zygote
 from distcollect.launch.cpu_placement import CpuPlacement
-from distcollect.launch.inheritance import Inheritance
 from distcollect.launch.local_processes import LocalProcesses, ProcessEvents
+from distcollect.launch.zygote import Inheritance
 from distcollect.net.client import ControlConnection, TrainerGone, join
 from distcollect.net.messages import (
     Exited,

@@ -1,4 +1,7 @@
-"""The trainer's and a supervisor's side of :mod:`distcollect.worker.zygote`."""
+"""What workers take over from the process that starts them, and its zygote, which forks them.
+
+:mod:`distcollect.worker.zygote` is the other side.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import itertools
 import logging
 import os
 import pickle
+import resource
 import signal
 import socket
 import subprocess
@@ -16,10 +20,12 @@ import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError, wait
+from dataclasses import dataclass
+from pathlib import Path
 
 from distcollect.common import memory_segment, open_files, worker_guard
 from distcollect.errors import ArgumentError
-from distcollect.launch.inheritance import Inheritance
+from distcollect.launch.run_folder import SECRET_VARIABLE
 from distcollect.net.messages import WorkerBoot
 
 log = logging.getLogger(__name__)
@@ -62,6 +68,16 @@ from distcollect.worker.main import main
 main(boot)
 """
 
+# These change often, and nothing reads them when it is loaded.
+_NOT_READ_AT_IMPORT = ("DISTCOLLECT_", "PYTEST_CURRENT_TEST")
+# os.system() ignores them while it runs, a notebook between its cells; workers ignore SIGINT.
+_IGNORED_AT_TIMES = {signal.SIGINT, signal.SIGQUIT}
+# Of /proc/self/status: what a process may do, and the mode of its new files.
+_STATUS = (
+    *("CapInh", "CapPrm", "CapBnd", "CapAmb", "NoNewPrivs", "Seccomp", "Seccomp_filters"),
+    "Umask",
+)
+
 _KEEP, _COLLECTOR, _OFF = "keep", "collector", "off"  # the values of the variable
 
 
@@ -75,6 +91,56 @@ def _use() -> str:
     if value not in (_KEEP, _COLLECTOR, _OFF):
         raise ArgumentError(f"{ZYGOTE}={value!r}: must be one of {_KEEP}, {_COLLECTOR}, {_OFF}")
     return value
+
+
+@dataclass(frozen=True)
+class Inheritance:
+    """What workers, replacements too, get of this process as it was at one time.
+
+    Libraries change variables for a while, and a script may go to another folder.
+
+    Attributes:
+        environ: environment variables.
+        folder: the working folder; "" if it was removed.
+        sys_path: where modules are looked for.
+    """
+
+    environ: Mapping[str, str]
+    folder: str
+    sys_path: tuple[str, ...]
+
+    @classmethod
+    def now(cls) -> Inheritance:
+        """Note what a worker gets that is started now."""
+        # Other threads may change it meanwhile. What envs start has no use for the token.
+        values = {name: os.environ.get(name) for name in os.environ if name != SECRET_VARIABLE}
+        # TensorDict writes that for an option which was set for a while, and later can't read it.
+        if values.get("LAZY_LEGACY_OP") == "None":
+            del values["LAZY_LEGACY_OP"]
+        try:
+            folder = str(Path.cwd())
+        except FileNotFoundError:
+            folder = ""
+        # Python ignores what else is on the path, such as a ``Path``.
+        sys_path = tuple(entry for entry in sys.path if isinstance(entry, str))
+        environ = {name: value for name, value in values.items() if value is not None}
+        return cls(environ, folder, sys_path)
+
+    def origin(self) -> tuple[object, ...]:
+        """List what a process also takes over that starts now, or libraries read when they load."""
+        status = Path("/proc/self/status").read_text()
+        lines = dict(line.split(":", 1) for line in status.splitlines())  # not all kernels have all
+        ignored = int(lines.get("SigIgn", "0"), 16)
+        limits = [name for name in dir(resource) if name.startswith("RLIMIT_")]
+        environ = self.environ.items()
+        return (
+            {name: value for name, value in environ if not name.startswith(_NOT_READ_AT_IMPORT)},
+            (os.getresuid(), os.getresgid(), os.getgroups()),
+            [lines.get(name) for name in _STATUS],
+            [resource.getrlimit(getattr(resource, name)) for name in limits],
+            (os.getpriority(os.PRIO_PROCESS, os.getpid()), os.sched_getscheduler(os.getpid())),
+            ignored & ~sum(1 << (number - 1) for number in _IGNORED_AT_TIMES),
+        )
 
 
 class WorkerProcess:

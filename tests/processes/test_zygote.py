@@ -24,7 +24,7 @@ from helpers.waiting import eventually
 
 import distcollect as dc
 from distcollect.launch import zygote
-from distcollect.launch.inheritance import Inheritance
+from distcollect.launch.zygote import Inheritance
 
 WAIT_S = 60
 _PR_SET_NO_NEW_PRIVS = 38
@@ -227,8 +227,7 @@ def test_a_trainer_that_gives_up_privileges_gets_another_zygote() -> None:
 
 def test_it_ends_with_a_killed_trainer_though_it_still_imports(marked: Marked) -> None:
     code = (
-        "from distcollect.launch import inheritance, zygote; "
-        "zygote.warm_up(inheritance.Inheritance.now()); "
+        "from distcollect.launch import zygote; zygote.warm_up(zygote.Inheritance.now()); "
         "print(zygote.pid(), flush=True); input()"
     )
     trainer = subprocess.Popen(

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from distcollect.launch.inheritance import Inheritance
+from distcollect.launch.zygote import Inheritance
 
 
 def test_variables_that_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
