@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from helpers.descendants import links_of
 from helpers.marked import Marked
 from helpers.publishing import NAMES, Telling, telling_workers
+from helpers.waiting import eventually
 from tensordict import TensorDict
 
 import distcollect as dc
@@ -97,3 +101,24 @@ def test_no_action_is_chosen_with_torn_weights(marked: Marked) -> None:
             newest[int(batch["collector", "worker_id"][0, 0])] = versions_of(batch)[0][-1]
             assert time.monotonic() < deadline + 40
     assert marked.gone(5), marked.left()
+
+
+def test_nothing_is_left_of_a_push_that_a_shutdown_meets() -> None:
+    def memories() -> list[str]:
+        return [link for link in links_of("self") if "memfd:distcollect" in link]
+
+    def push(collector: dc.RPCDataCollector, done: threading.Event) -> None:
+        with contextlib.suppress(dc.DistCollectError):
+            while not done.is_set():
+                collector.update_policy_weights_(Telling(), wait=False)
+
+    before = len(memories())
+    for _ in range(5):
+        collector, done = telling_workers(Telling(), 1), threading.Event()
+        pusher = threading.Thread(target=push, args=(collector, done))
+        pusher.start()
+        collector.next()
+        collector.shutdown()
+        done.set()
+        pusher.join(20)
+    eventually(lambda: len(memories()) <= before, 20, memories)
