@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import cloudpickle
@@ -161,9 +160,7 @@ class TestToWhom:
         collector.next()
         assert collector.policy_version == 1
         assert updater.newest == dict.fromkeys(batch["collector", "worker_id"][:, 0].tolist(), 1)
-        deadline = time.monotonic() + 20
-        while told(collector.next())["wide"] != 1:
-            assert time.monotonic() < deadline
+        waiting.eventually(lambda: told(collector.next())["wide"] == 1, 20)
 
     def test_by_itself_also_to_those_who_lag(self) -> None:
         """One worker is so slow that it delivers no batch during the test."""
@@ -205,7 +202,8 @@ class TestWhoHasLeft:
         with churning_collector(
             ProcessIdEnv, Telling(), num_workers=2, frames_per_batch=4, sync=False
         ) as collector:
-            lose(collector, last_worker(collector))
+            last = collector.next(timeout_s=20)
+            lose(collector, int(last["collector", "worker_id"][0, 0]))
             assert collector.update_policy_weights_(worker_ids="last_batch") is None
             assert collector.policy_version == 0
 
@@ -220,11 +218,6 @@ class TestWhoHasLeft:
             assert handle.acknowledged == {0: 1}
 
 
-def last_worker(collector: dc.RPCDataCollector) -> int:
-    """The worker that delivers the next batch."""
-    return int(collector.next(timeout_s=20)["collector", "worker_id"][0, 0])
-
-
 def lose(collector: dc.RPCDataCollector, worker_id: int) -> None:
     """Have a worker die that is not replaced."""
     workers = workers_of(collector)
@@ -235,10 +228,6 @@ def lose(collector: dc.RPCDataCollector, worker_id: int) -> None:
 # A state that is loaded after a publication numbers what workers have, and what comes later.
 
 LOADED = 100
-
-
-def loaded_state(collector: dc.RPCDataCollector) -> dict[str, object]:
-    return {**collector.state_dict(), "policy_version": LOADED}
 
 
 class HeldUp(dc.RPCUpdater):
@@ -255,7 +244,11 @@ class HeldUp(dc.RPCUpdater):
         return super().sources(payload, peers)
 
 
-def check_numbers(collector: dc.RPCDataCollector, policy: Telling) -> None:
+def load_and_check(
+    collector: dc.RPCDataCollector, policy: Telling, loaded: Callable[[], object] = lambda: None
+) -> None:
+    collector.load_state_dict({**collector.state_dict(), "policy_version": LOADED})
+    loaded()
     for _ in range(4):
         batch = collector.next(timeout_s=20)
         assert (batch["collector", "policy_version"] == LOADED).all()
@@ -271,8 +264,7 @@ def test_what_was_acknowledged(collect: Collect, sync: bool) -> None:
     policy = Telling()
     collector = collect(policy, sync=sync, staleness=None if sync else dc.Staleness(0, mode="drop"))
     collector.update_policy_weights_(policy.fill(1))
-    collector.load_state_dict(loaded_state(collector))
-    check_numbers(collector, policy)
+    load_and_check(collector, policy)
 
 
 def test_what_was_on_its_way(collect: Collect) -> None:
@@ -281,6 +273,4 @@ def test_what_was_on_its_way(collect: Collect) -> None:
     collector = collect(policy, weight_updater=updater)
     collector.update_policy_weights_(policy.fill(1), wait=False)
     assert updater.begun.wait(20)
-    collector.load_state_dict(loaded_state(collector))
-    threading.Timer(0.2, updater.may_go_on.set).start()
-    check_numbers(collector, policy)
+    load_and_check(collector, policy, threading.Timer(0.2, updater.may_go_on.set).start)
