@@ -155,14 +155,16 @@ class LocalProcesses:
             process_exit = ProcessExit(-1, 0, f"it could not be started: {error}")
             self._events.exited(wanted.worker_id, wanted.incarnation, process_exit)
             return
+        key = wanted.worker_id, wanted.incarnation
         with self._lock:
-            self._running[wanted.worker_id, wanted.incarnation] = running
+            self._running[key] = running
             if self._watchdog is None:
                 self._watchdog = threading.Thread(
                     target=self._watch_all, name="distcollect-watchdog", daemon=True
                 )
                 self._watchdog.start()
-        running.process.end.add_done_callback(partial(self._ended, running))
+        # By its key: a cycle would keep the run's memory until the next garbage collection.
+        running.process.end.add_done_callback(partial(self._ended, key))
 
     def _spawn(self, wanted: Spawn, trainer: TrainerAddress, placement: CpuPlacement) -> _Running:
         counters = SharedStepCounter()
@@ -224,16 +226,17 @@ class LocalProcesses:
             self._changed.wait_for(lambda: not self._running, timeout_s)
             return list(self._running.values())
 
-    def _ended(self, running: _Running, end: Future[tuple[int, str]]) -> None:
+    def _ended(self, key: tuple[int, int], end: Future[tuple[int, str]]) -> None:
         """Report the end of a process. Called without the lock, on the zygote's thread or any."""
-        boot = running.boot
+        with self._lock:
+            running = self._running[key]
         code, reason = end.result()
         if code == -worker_guard.KILL:  # the guard had not started the worker yet
             code = -signal.SIGKILL
         process_exit = ProcessExit(code, running.counters.stepped, running.reason or reason)
-        self._events.exited(boot.worker_id, boot.incarnation, process_exit)
+        self._events.exited(*key, process_exit)
         with self._lock:
-            del self._running[boot.worker_id, boot.incarnation]
+            del self._running[key]
             self._changed.notify_all()
 
     def _watch_all(self) -> None:
