@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -205,15 +206,21 @@ def copied(policy: Any, models: Mapping[str, nn.Module]) -> tuple[Any, Mapping[s
         classes.append(value)
         return len(classes) - 1
 
-    file = io.BytesIO()
-    try:
-        PicklerWithout(file, kept).dump((policy, models))
+    def pickled_and_back(given: Any) -> Any:
+        file = io.BytesIO()
+        PicklerWithout(file, kept).dump(given)
         file.seek(0)
-        copies: tuple[Any, Mapping[str, nn.Module]] = UnpicklerWith(file, classes).load()
-    except Exception as error:  # noqa: BLE001 - the reason is told
-        reason = f"{type(error).__name__}: {error}"
-    else:
-        own = {id(tensor) for tensor in _tensors(policy, models)}
+        return UnpicklerWith(file, classes).load()
+
+    own = {id(tensor) for tensor in _tensors(policy, models)}
+    # A deep copy of a function is the function itself, with the variables of its closure. And a
+    # parametrized module can't be pickled.
+    for duplicate in (copy.deepcopy, pickled_and_back):
+        try:
+            copies: tuple[Any, Mapping[str, nn.Module]] = duplicate((policy, models))
+        except Exception as error:  # noqa: BLE001 - the next way, or the reason below
+            reason = f"{type(error).__name__}: {error}"
+            continue
         if own.isdisjoint(id(tensor) for tensor in _tensors(*copies)):
             return copies
     raise ArgumentError(

@@ -16,7 +16,7 @@ import pytest
 import torch
 from helpers import judge_weights as policies
 from helpers.judge_weights import KINDS, All, PayingEnv, Shown, digest, fill
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from torch import nn
@@ -159,12 +159,13 @@ class Buffer:
         return int(self.batches[-1]["collector", "policy_version"].max())
 
 
-@settings(phases=[Phase.generate])  # where one fails, more would take long
+@settings(phases=[Phase.explicit, Phase.generate])  # where one fails, more would take long
 @given(
     kind=st.sampled_from([*KINDS, All]),
     form=st.sampled_from(sorted(FORMS)),
     ways=st.lists(st.sampled_from(["none", *GIVEN]), min_size=1, max_size=3),
 )
+@example(kind=policies.Parametrized, form="module", ways=["none"])
 def test_in_the_background(kind: type[Shown], form: str, ways: list[str]) -> None:
     module, buffer = kind(), Buffer()
     expected = Expected(module)
