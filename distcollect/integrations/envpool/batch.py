@@ -21,6 +21,8 @@ from distcollect.rollout.spaces import Arrays
 
 log = logging.getLogger(__name__)
 
+# Arrays up to this size are copied as a whole: that is faster than to select rows.
+_SMALL_BYTES = 1 << 16
 # The private parts of EnvPool that are used.
 _PARTS = ("_from", "_recv", "_reset", "_send", "_state_keys", "_to")
 
@@ -174,7 +176,10 @@ class EnvPoolBatch(VectorBatch):
         write(reward, state[self._reward_at])
         if len(ended):
             for _, obs, final, _ in self._carried_at:
-                final[...] = obs  # faster than to select rows, unless there are many with images
+                if obs.nbytes <= _SMALL_BYTES:
+                    final[...] = obs
+                else:
+                    final[ended] = obs[ended]
             self._being_reset = ended
         return ended
 
