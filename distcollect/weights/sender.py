@@ -318,13 +318,14 @@ class WeightSender:
 
         If all must take part and one fails or falls silent, such as a stopped process or one of a
         host that has vanished, the trainer's part ends, and the others are told not to wait for it.
+        So they are in any case if the trainer's part fails.
 
         Returns:
             The receivers that give no sign of life, or did not acknowledge in time.
         """
         waited_for: dict[int, Future[Any]] = {**answers, _TRAINER: sending}
         late: set[int] = set()
-        cancels: Answers | None = None if together else {}
+        cancels: Answers | None = None
         sent_ns = 0
         while waited_for:
             until = FIRST_EXCEPTION if cancels is None else ALL_COMPLETED
@@ -338,7 +339,8 @@ class WeightSender:
                 late.update(silent)
                 waited_for = {w: each for w, each in waited_for.items() if w not in silent}
                 has_failed = bool(silent)
-            if has_failed and cancels is None:
+            sending_failed = sending in ended and sending.exception() is not None
+            if cancels is None and (sending_failed or (has_failed and together)):
                 cancels = self._break_off(push, answers)
         # Until nothing of it can disturb the next transfer to the same receivers: the end of this
         # one, on its way to a receiver that is not late, could be taken for the end of the next.

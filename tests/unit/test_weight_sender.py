@@ -237,6 +237,29 @@ def test_one_that_falls_silent_ends_a_broadcast_that_waits_for_it(
     assert handle.acknowledged == {1: 1, 2: 1}
 
 
+def test_receivers_do_not_wait_for_what_the_trainer_failed_to_send(
+    make: Callable[[int], World],
+) -> None:
+    """Also where each receives by itself: they are told, and get it when it is sent again."""
+    world = make(2)
+    waiting: dict[int, Future[int]] = {100: Future(), 101: Future()}
+
+    def send(_: torch.Tensor) -> None:
+        if len(world.updater.sent) == 1:
+            raise RuntimeError("the connection broke")
+
+    def receive(peer: int, push: Push) -> Any:
+        return push.version if len(world.updater.sent) > 1 else waiting[peer]
+
+    world.updater.send = send  # type: ignore[method-assign]
+    world.transport.receive = receive
+    world.transport.cancel = lambda peer: waiting[peer].set_exception(RuntimeError("cancelled"))
+    handle = world.publish(0, 1)
+    handle.wait(SOON_S)
+    assert handle.acknowledged == {0: 1, 1: 1}
+    assert all(answer.done() for answer in waiting.values())
+
+
 def test_the_end_of_one_push_does_not_reach_the_next(make: Callable[[int], World]) -> None:
     """A receiver's own error overtakes the message that tells it not to wait any longer."""
     world = make(2)
