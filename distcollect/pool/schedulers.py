@@ -164,7 +164,9 @@ class PacedScheduler(Scheduler):
     def next_rollout(self) -> RolloutRequest | None:
         among = self._requests.among
         states = RolloutState.HERE, RolloutState.FETCHING, RolloutState.READY
-        first = self.first_of(chain(*[among[state] for state in states]))
+        waiting = chain(*[among[state] for state in states])
+        # None before an older one of the same worker, whose slack is never higher.
+        first = self.first_of(r for r in waiting if r.slot.oldest_waiting is r)
         return first if first is not None and self._pacer.may_deliver(first) else None
 
     def first_of(self, candidates: Iterable[RolloutRequest]) -> RolloutRequest | None:

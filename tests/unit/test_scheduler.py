@@ -83,8 +83,9 @@ def test_what_is_collected_ahead_is_bounded_by_slabs_and_by_the_total() -> None:
     assert NUM_SLABS == 2
 
 
-def test_a_worker_delivers_in_order() -> None:
-    play = Play(AHEAD, 2)
+@pytest.mark.parametrize("staleness", [None, Staleness(100)], ids=["any", "bounded"])
+def test_a_worker_delivers_in_order(staleness: Staleness | None) -> None:
+    play = Play(AHEAD, 2, staleness=staleness)
     play.want()
     play.want()
     play.come(1)
