@@ -297,8 +297,8 @@ class Backend(ABC):
         return self._format.rollouts(batch, self.layout.num_envs, options.rollouts_per_batch)
 
     def _made(self, timeout_s: float | None) -> Batch | None:
-        if self.unpublished is not None:
-            self.unpublished.batch_begins(1 if self._background is None else _PATIENCE)
+        if (watch := self.unpublished) is not None:  # once: another thread may publish now
+            watch.batch_begins(1 if self._background is None else _PATIENCE)
         if self._trajectories is not None:
             return self._made_of_trajectories(self._trajectories, timeout_s)
         if self.is_over():
@@ -424,8 +424,11 @@ class Backend(ABC):
     def drop_trajectories(self) -> None:
         """Forget the trajectories, whole or not, and a batch that was not delivered."""
         self.drop("given_up")
-        if self._trajectories is not None:
-            self._trajectories.abandon()
+        with self._lock:
+            # Another thread that makes a batch may be adding to them now.
+            is_free = self._holder in (None, threading.get_ident())
+            if self._trajectories is not None and is_free:
+                self._trajectories.abandon()
 
     def close(self, *, close_envs: bool) -> None:
         """End: nobody gets anything more. The buffer has the batch that is being added to it.

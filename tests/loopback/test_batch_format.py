@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from helpers.loopback_pool import loopback_collector
 from helpers.replay_buffers import KeepingBuffer
+from helpers.waiting import eventually
 from tensordict import NonTensorStack, TensorDict
 
 import distcollect as dc
@@ -252,6 +254,25 @@ def test_a_reset_or_a_seed_drops_trajectories_that_were_not_delivered(kind: Any,
         # Whole ones wait, and the third of each env has begun.
         call(collector)
         assert collector.next()["observation"][0, :, 1].tolist() == [3, 3]
+
+
+def test_a_seed_drops_no_trajectories_that_are_on_their_way_to_the_buffer() -> None:
+    begun, may_end = threading.Event(), threading.Event()
+
+    def slow(batch: TensorDict) -> TensorDict:
+        begun.set()
+        assert may_end.wait(60)
+        return batch
+
+    buffer = KeepingBuffer()
+    kind = {"trajs_per_batch": 1, "replay_buffer": buffer, "postproc": slow}
+    with make(dc.MultiSyncDataCollector, Maker(2), num_envs=1, **kind) as collector:
+        collector.start()
+        assert begun.wait(60)
+        collector.set_seed(0)
+        assert collector.abandoned_frames == 0
+        may_end.set()
+        eventually(lambda: buffer.added)
 
 
 @pytest.mark.parametrize("settings", [{"split_trajs": True}, {"trajs_per_batch": 2}], ids=str)

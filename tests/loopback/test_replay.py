@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gymnasium as gym
@@ -86,6 +87,15 @@ def test_a_resumed_run_does_not_repeat_its_episodes_in_the_background() -> None:
     assert not torch.equal(resumed, begun)
     again = first_in_the_background(lambda it: (it.set_seed(7), it.next()))
     assert not torch.equal(again, begun)
+
+
+def test_weights_are_published_just_as_a_batch_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread publishes, so that nobody looks for changes of the weights any more."""
+    watched = iter([SimpleNamespace(batch_begins=lambda patience: None)])
+    with sync(None) as collector:
+        seen = property(lambda _: next(watched, None))
+        monkeypatch.setattr(type(collector._backend), "unpublished", seen)
+        assert collector.next().numel() == FRAMES
 
 
 @BOTH
