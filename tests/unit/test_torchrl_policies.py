@@ -163,6 +163,23 @@ def test_outputs_of_a_module(zoo: Any) -> None:
     assert torch.equal(batch["output1"], batch["observation"].sum(-1))
 
 
+def test_a_policy_that_returns_the_same_memory_each_time(zoo: Any) -> None:
+    class Reusing(TensorDictModuleBase):
+        memory: Any = None
+
+        def forward(self, td: TensorDictBase) -> TensorDictBase:
+            if self.memory is None:
+                self.memory = td.clone().set("action", torch.zeros(1))
+            self.memory["observation"].copy_(td["observation"])
+            self.memory["action"].copy_(td["observation"][:1] / 8)
+            return self.memory
+
+    with dc.SyncDataCollector(zoo.Counter(), Reusing(), frames_per_batch=6) as collector:
+        batch = collector.next()
+    assert batch["observation"][:, 0].tolist() == [0, 1, 2, 0, 1, 2]
+    assert torch.equal(batch["action"], batch["observation"][:, :1] / 8)
+
+
 def test_an_action_goes_to_the_env_as_it_is(zoo: Any) -> None:
     env = zoo.KINDS["discrete"]()
     with dc.SyncDataCollector(env, Recorder(()), frames_per_batch=4) as collector:

@@ -129,7 +129,8 @@ class TensorDictPolicy:
             )
         if self._casts and td.device is None:
             output = output.to(_device_of(td) or output.device)
-        td.update(output)
+        # Copies, as a policy may return the same tensors each time, also those of its inputs.
+        td.update(output, clone=True)
 
     def try_out(self, td: TensorDictBase) -> TensorDictBase:
         """Call the policy for the first time, with a copy of ``td``.
