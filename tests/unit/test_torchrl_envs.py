@@ -122,6 +122,18 @@ def test_vector_envs_of_gym(zoo: Any, mode: AutoresetMode) -> None:
     assert (batch["observation"][:, 1:][ended].abs() < 0.051).all()
 
 
+def test_an_env_that_raises_an_error_of_ours(zoo: Any) -> None:
+    class Ours(zoo.Counter):
+        def _step(self, tensordict: Any) -> Any:
+            raise dc.EnvError("worn out")
+
+    message = r"env 0 \(Ours\): step\(\) raised EnvError: worn out"
+    with dc.SyncDataCollector(Ours(), frames_per_batch=4) as collector:
+        with pytest.raises(dc.EnvError, match=message) as caught:
+            collector.next()
+        assert caught.value.__cause__ is not caught.value
+
+
 def test_a_frame_before_a_reset_that_raises_is_counted(zoo: Any) -> None:
     breaks = iter([True])
 

@@ -21,7 +21,7 @@ from torchrl.envs import (
     VecGymEnvTransform,
 )
 
-from distcollect.envs.base import Envs, EnvState, InfoKeys, called
+from distcollect.envs.base import Envs, EnvState, InfoKeys, called, describe
 from distcollect.envs.kinds import EnvKind
 from distcollect.errors import ArgumentError, EnvError, SpaceError
 from distcollect.integrations.torchrl.parallel import TorchRLEnv, base_of, let_processes_run
@@ -218,7 +218,7 @@ class TorchRLEnvs(Envs):
     def _failed(self, row: int, call: str, error: Exception) -> EnvError:
         """Mark an env as failed; the error to raise."""
         self._raised(row)
-        return self._as_env_error(error, call, row)
+        return EnvError(f"{self.name(row)}: {call}() raised {describe(error)}")
 
     def _check_like(self, env: TorchRLEnv, row: int) -> None:
         """Raise SpaceError if the env's specs are not those of the first env."""
