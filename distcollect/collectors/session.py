@@ -323,7 +323,6 @@ class Session(Backend):
     def close(self, *, close_envs: bool) -> None:
         super().close(close_envs=close_envs)
         self._stop()
-        log.info("where the frames went:\n%s", self.pool.ledger)
 
 
 def _stats_of(lags: Sequence[Sequence[tuple[int, int]]]) -> LagStats:
@@ -343,3 +342,5 @@ def _stop(parts: Sequence[Any]) -> None:
         # still take is settled with the workers.
         for part in parts:
             last_first.callback(part.close)
+    for pool in parts[1:]:
+        log.info("where the frames went:\n%s", pool.ledger)

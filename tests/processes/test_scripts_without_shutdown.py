@@ -1,4 +1,4 @@
-"""A script that ends without shutdown() leaves nothing of what its envs started."""
+"""A script that ends without shutdown() leaves nothing of what its envs started, and a ledger."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from helpers.marked import Marked
 from helpers.programs import run_python
 
 SCRIPT = """
-import subprocess, sys
+import logging, subprocess, sys
 import gymnasium as gym
 import distcollect as dc
 
@@ -26,6 +26,7 @@ class Buffer:
     def extend(self, batch):
         pass
 
+logging.basicConfig(level=logging.INFO)
 how = sys.argv[1]
 if how == "background":
     collector = dc.SyncDataCollector(Starting, frames_per_batch=8, replay_buffer=Buffer())
@@ -41,4 +42,5 @@ else:
 def test_nothing_is_left(marked: Marked, how: str) -> None:
     done = run_python("-c", SCRIPT, how, timeout_s=120)
     assert done.returncode == 0, done.stderr
+    assert ("where the frames went" in done.stderr) == (how == "aSyncDataCollector")
     assert marked.gone(), marked.left()
