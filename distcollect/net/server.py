@@ -37,7 +37,7 @@ from distcollect.net.framing import (
     open_sockets,
     with_length,
 )
-from distcollect.net.handshake import UNPROVEN, TrainerSide, differing_versions
+from distcollect.net.handshake import UNPROVEN, TrainerSide, differing_versions, printable
 from distcollect.net.interfaces import listen
 from distcollect.net.messages import Hello, Message, Refused, decode, decode_as, encode
 
@@ -387,7 +387,7 @@ class JoinServer:
         except LaunchError as error:
             if connection.state is not State.UNPROVEN:
                 raise
-            self._refuse_stranger(connection, f"{UNPROVEN} ({str(error)[:100]})")
+            self._refuse_stranger(connection, f"{UNPROVEN} ({printable(str(error)[:100])})")
         if connection.state is State.UNPROVEN and connection.num_reads >= _MAX_UNPROVEN_READS:
             self._refuse_stranger(connection, UNPROVEN)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import resource
@@ -93,6 +94,14 @@ def test_a_refused_connection_is_closed_though_the_stranger_stays(
     eventually(lambda: not server.num_strangers)
     assert "token" in events.next("refused")
     assert events.queue.empty()
+
+
+def test_what_a_stranger_says_is_no_command_to_a_terminal(
+    server: JoinServer, events: Recorder, dial: Dial
+) -> None:
+    sent = {**json.loads(to_bytes(Opening())), "\x1b[2J\n": 1}
+    dial(server).sendall(with_length(json.dumps(sent).encode()))
+    assert events.next("refused").isprintable()
 
 
 @pytest.mark.parametrize("sent", [b"", b"\0\0\1", to_bytes(Opening())[:50]], ids=len)
