@@ -174,7 +174,7 @@ def _trainer_variables(launch: Launch, num_trainers: int) -> Iterator[None]:
         yield
     finally:
         for name in variables:
-            del os.environ[name]
+            os.environ.pop(name, None)  # main() may have removed it
         os.environ.update({name: before[name] for name in variables if name in before})
 
 

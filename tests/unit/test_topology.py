@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 import distcollect as dc
 from distcollect.launch.open_hosts import open_hosts
+from distcollect.launch.run import _trainer_variables
 from distcollect.launch.topology import Launch, Launcher, first_host, last_host, one_of_several
 
 TORCHRUN = {
@@ -237,3 +240,11 @@ def test_too_few_for_several_trainers() -> None:
         Launch(Launcher.SLURM, 0, 9, 4, 2, "run", ("node1", 1)).part(3)
     with pytest.raises(ValueError, match="num_trainers=2 needs a launcher"):
         dc.run(lambda: None, num_trainers=2)
+
+
+def test_main_may_remove_what_a_group_of_trainers_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    launch = Launch(Launcher.TORCHRUN, 1, 4, 1, 4, "run", ("node1", 1)).part(2)
+    with _trainer_variables(launch, 2):
+        del os.environ["RANK"]
+    assert os.environ["RANK"] == "1"
