@@ -362,8 +362,9 @@ def start(
     # Libraries may read a variable that is another one here when they are loaded.
     as_new_python = _use() == _OFF or any(usual.get(name) != added[name] for name in added)
     start = (boot, {**inheritance.environ, **added}, inheritance.folder, cores)
-    zygote = _current(inheritance)
-    return zygote.start(start, boot.counters_fd, as_new_python=as_new_python)
+    with _lock:  # else another collector may retire it, and it would end before it gets the request
+        zygote = _current(inheritance)
+        return zygote.start(start, boot.counters_fd, as_new_python=as_new_python)
 
 
 def pid() -> int | None:

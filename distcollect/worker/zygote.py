@@ -76,8 +76,11 @@ def serve(fd: int, imported: Sequence[str], mask: Sequence[int]) -> WorkerBoot:
     """
     # If the trainer ignores it, so would this process, and could not wait for its children.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for name in (*_PRELOADED, *imported):
+    for name in _PRELOADED:
         importlib.import_module(name)
+    for name in imported:
+        with contextlib.suppress(Exception):  # the trainer may have it from a place of its own
+            importlib.import_module(name)
     # Importing TorchRL makes "spawn" the default: a worker whose envs have processes of their own
     # and use nothing of TorchRL would start these as slowly as itself.
     multiprocessing.set_start_method(None, force=True)

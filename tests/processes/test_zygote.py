@@ -10,6 +10,8 @@ import random
 import signal
 import subprocess
 import sys
+import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from helpers.marked import Marked
 from helpers.waiting import eventually
 
 import distcollect as dc
+from distcollect.common import memory_segment
 from distcollect.launch import zygote
 from distcollect.launch.zygote import Inheritance
 
@@ -208,6 +211,37 @@ def test_variables_that_libraries_read_when_loaded_get_another_zygote(
         collector.next()
     assert facts["started_by"] != first
     assert facts["torch_threads"] == 2
+
+
+def test_a_zygote_that_is_asked_for_a_worker_is_not_ended_for_another_collector(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whose variables are others, and which is made at the same moment, on another thread."""
+    zygote.close()
+    small_file = memory_segment.small_file
+
+    def meanwhile() -> Any:
+        other = replace(Inheritance.now(), environ={**os.environ, "OMP_NUM_THREADS": "2"})
+        making = threading.Thread(target=zygote.warm_up, args=(other,))
+        making.start()
+        making.join(2)
+        return small_file()
+
+    monkeypatch.setattr(memory_segment, "small_file", meanwhile)
+    with collect(1) as collector:
+        assert collector.next().numel() == 16
+    zygote.close()
+
+
+def test_workers_start_though_the_zygote_lacks_a_module_of_the_trainer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    zygote.close()
+    monkeypatch.setattr(zygote, "_PRELOADED_IF_USED", ("made_by_a_script",))
+    monkeypatch.setitem(sys.modules, "made_by_a_script", sys)
+    with collect(1) as collector:
+        assert collector.next().numel() == 16
+    zygote.close()
 
 
 @pytest.mark.skipif(
