@@ -21,7 +21,9 @@ from torch import nn
 
 from distcollect.commands.argtypes import declare
 from distcollect.common.checks import refusing
+from distcollect.engine.pickled_plan import copy_state
 from distcollect.errors import ArgumentError
+from distcollect.policy.weight_layout import module_of
 
 
 def import_from_here() -> None:
@@ -105,7 +107,18 @@ def named_policy(given: str | None, weights: Path | None = None, *, trust: bool)
             f"--policy {given}: {policy!r} can't be called, so it is no policy; name a module or "
             "function from observations to actions"
         )
-    return NamedPolicy(lambda: policy, identity)
+    return NamedPolicy(partial(_with_weights, policy, module_of(policy)), identity)
+
+
+def _with_weights(policy: Any, held: nn.Module | None) -> Any:
+    """Return ``policy``, which computes with the weights of ``held``.
+
+    A function that travels by its name uses the modules of the process that it comes to.
+    """
+    own = module_of(policy)
+    if own is not None and held is not None and own is not held:
+        copy_state(held, own)
+    return policy
 
 
 def _read(option: str, file: str | Path) -> tuple[bytes, str]:

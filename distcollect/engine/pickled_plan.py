@@ -85,11 +85,11 @@ def unpickled(parts: Sequence[bytes | mmap.mmap]) -> WorkerPlan:
     own = module_of(loaded.policy)
     if own is not None and loaded.held is not None and own is not loaded.held:
         # A function that travels by its name uses the modules of this process.
-        _copy_state(loaded.held, own)
+        copy_state(loaded.held, own)
     return loaded
 
 
-def _copy_state(source: nn.Module, target: nn.Module) -> None:
+def copy_state(source: nn.Module, target: nn.Module) -> None:
     """Copy what a module computes with: its weights, all of its buffers, and its mode."""
     target.load_state_dict(source.state_dict())
     buffers = dict(source.named_buffers())  # the state has no buffers that aren't persistent

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -167,6 +170,23 @@ class Touch:
 
     def __reduce__(self) -> Any:
         return leave_mark, ()
+
+
+def test_a_function_has_its_modules_weights_in_every_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "held.py").write_text(
+        "from torch import nn\n"
+        "own = nn.Linear(2, 1)\n"
+        "def act(observation):\n    return own(observation)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    found = named_policy("held:act", trust=False)
+    expected = sys.modules["held"].own(torch.ones(1, 2))
+    pickled = cloudpickle.dumps(found.factory)
+    del sys.modules["held"]  # a worker imports it, and so makes another module
+    assert torch.equal(pickle.loads(pickled)()(torch.ones(1, 2)), expected)
 
 
 def test_policies_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
