@@ -114,9 +114,10 @@ class RPCDataCollector(DataCollectorBase):
         try:
             yield
         except WorkerError:
-            # A signal that ends this process often ends its workers too: then the signal counts.
-            signals.check()
-            self.shutdown()
+            if self._backend.has_failed:
+                # A signal that ends this process often ends its workers too: then it counts.
+                signals.check()
+                self.shutdown()
             raise
 
     # TorchRL's names.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from distcollect.collectors.stacklevel import without_stop
 from distcollect.collectors.worker_options import WorkerOptions
 from distcollect.common import signals
 from distcollect.common.seeding import Stream, env_seed, next_seed
-from distcollect.errors import BatchTimeout, WorkerLost
+from distcollect.errors import BatchTimeout, WorkerError, WorkerLost
 from distcollect.launch.cpu_placement import num_cores
 from distcollect.policy.weight_layout import published
 from distcollect.pool.background_evaluation import Evaluators
@@ -54,8 +54,10 @@ class Session(Backend):
         pool: requests rollouts from the workers, and sends them weights in the right order.
         updater: moves weights to the workers.
         publisher: makes new versions of the weights.
+        has_failed: an error of the workers was raised: the run can't go on.
     """
 
+    has_failed = False
     _options: WorkerOptions
 
     def __init__(
@@ -195,8 +197,9 @@ class Session(Backend):
     # Rollouts.
 
     def _collect(self, timeout_s: float) -> Batch:
-        self._publish_automatically()
-        delivery = self._gather(timeout_s)
+        with self._noting_failures():
+            self._publish_automatically()
+            delivery = self._gather(timeout_s)
         limit = self._options.mask_above
         try:
             headers = [rollout.header for rollout in delivery.rollouts]
@@ -217,6 +220,15 @@ class Session(Backend):
             self.pool.delivered(delivery, lags, masked)
 
         return Batch(frames, headers, _stats_of(lags), settle)
+
+    @contextlib.contextmanager
+    def _noting_failures(self) -> Iterator[None]:
+        """Note errors of the workers; the user's functions may raise the same, of another run."""
+        try:
+            yield
+        except WorkerError:
+            self.has_failed = True
+            raise
 
     def _gather(self, timeout_s: float) -> Delivery:
         """The rollouts of the next batch.
@@ -240,8 +252,9 @@ class Session(Backend):
         """See :meth:`.RPCDataCollector.hand_over`."""
         if self.is_over():
             raise StopIteration
-        self._publish_automatically()
-        request = self.pool.hand_over(self.limit_s(timeout_s), keep_s)
+        with self._noting_failures():
+            self._publish_automatically()
+            request = self.pool.hand_over(self.limit_s(timeout_s), keep_s)
         header = request.known_header
         lag = self.pool.lag(header.worker_id, header.policy_version[0])
         lags = [(lag, header.num_frames)]

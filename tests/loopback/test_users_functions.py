@@ -70,7 +70,9 @@ def test_a_torchrl_env_that_raises_stop_iteration_is_replaced() -> None:
 
 
 @pytest.mark.parametrize("kind", ["in process", "with a worker"])
-@pytest.mark.parametrize("error", [ValueError("full"), KeyboardInterrupt()])
+@pytest.mark.parametrize(
+    "error", [ValueError("full"), KeyboardInterrupt(), dc.WorkerLost("of another run")]
+)
 def test_a_batch_that_the_buffer_refuses_is_added_by_the_next_call(
     kind: str, error: BaseException
 ) -> None:
