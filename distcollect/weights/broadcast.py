@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections import Counter
+import time
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -124,6 +125,7 @@ class BroadcastUpdater(WeightUpdaterBase):
         self._groups = Groups()
         # The groups that were joined, by backend and peers.
         self._joined: dict[tuple[Any, ...], BroadcastSource] = {}
+        self._left: deque[tuple[float, BroadcastSource]] = deque()  # since when, our membership
         self._counter = itertools.count()
         self._store: Any = None
         self._current: tuple[Any, ...] = ()  # the backend and the peers of the last push
@@ -186,8 +188,8 @@ class BroadcastUpdater(WeightUpdaterBase):
         for members, left in [*self._joined.items()]:
             if left.group not in existing:
                 del self._joined[members]
-                for key in backend_named(left.backend).keys(left):
-                    self._store.delete_key(f"{left.group}/{key}")
+                self._left.append((time.monotonic(), left))
+        self._clear_store()
         joined = self._joined.get(self._current)
         name = f"weights{next(self._counter)}" if joined is None else joined.group
         first = self._joined[self._current] = BroadcastSource(
@@ -201,6 +203,16 @@ class BroadcastUpdater(WeightUpdaterBase):
         )
         self._groups.join(first, self._store, self._context.address)
         return {w: replace(first, rank=rank) for rank, w in enumerate(peers, start=1)}
+
+    def _clear_store(self) -> None:
+        """Delete what members of groups that were left have put there for each other."""
+        # A member may still look for another one there. Without an answer it would wait, and its
+        # connection with the store would serve no other group meanwhile.
+        deadline = time.monotonic() - self._context.timeout_s
+        while self._left and self._left[0][0] < deadline:
+            _, left = self._left.popleft()
+            for key in backend_named(left.backend).keys(left):
+                self._store.delete_key(f"{left.group}/{key}")
 
     def send(self, payload: torch.Tensor) -> None:
         first = self._joined[self._current]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,6 +115,19 @@ class TestUpdaters:
             collector.update_policy_weights_(Telling(version), worker_ids=worker_id)
             assert told(collector.next(), worker_id)["wide"] == version
             collector.update_policy_weights_(Telling(version), worker_ids=[0, 2])
+
+    def test_what_members_find_each_other_by_stays_for_a_while(self) -> None:
+        """One that still connects in a group that failed must not wait: its next group would."""
+        updater, payload, limit_s = dc.BroadcastUpdater(), torch.zeros(16, dtype=torch.uint8), 0.2
+        updater.attach(UpdaterContext("127.0.0.1", limit_s, {0: ""}))
+        updater.sources(payload, {0: 1})
+        updater.forget(1)
+        updater.sources(payload, {0: 2})
+        assert updater._store.check(["weights0/0/0"])
+        threading.Event().wait(2 * limit_s)
+        updater.sources(payload, {0: 2})
+        assert not updater._store.check(["weights0/0/0"])
+        updater.close()
 
     def test_without_workers_there_is_none(self) -> None:
         with dc.SyncDataCollector(ProcessIdEnv, Telling(), frames_per_batch=2) as alone:
