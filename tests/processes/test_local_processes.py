@@ -19,6 +19,7 @@ from helpers.paths import SCRIPTS
 from helpers.waiting import eventually
 
 from distcollect.common.process_exit import ProcessExit
+from distcollect.launch import zygote
 from distcollect.launch.cpu_placement import CpuPlacement
 from distcollect.launch.local_processes import LocalProcesses, ProcessEvents
 from distcollect.net.messages import Spawn, TrainerAddress, WorkerSettings
@@ -54,6 +55,7 @@ def exits() -> Exits:
 
 @pytest.fixture
 def processes(marked: Marked, exits: Exits) -> Iterator[LocalProcesses]:
+    zygote.close()  # guards are forked from it: that of an earlier test may lack the mark
     processes = LocalProcesses(exits)
     yield processes
     processes.close(0)
