@@ -846,6 +846,7 @@ class DataCollectorBase(ABC):
         self._is_loading = True
         if has_weights:
             self.update_policy_weights_()
+        self._backend.drop_trajectories()  # a batch that the buffer refused has ids from before
         self._backend.frames = self._backend.resumed_frames = state["frames"]
         self._resumes = state["resumes"] + 1
         self._backend.resume(state["policy_version"], state["next_traj_id"])

@@ -92,6 +92,20 @@ def test_a_batch_that_the_buffer_refuses_is_added_by_the_next_call(
 
 
 @pytest.mark.parametrize("kind", ["in process", "with a worker"])
+def test_a_batch_that_the_buffer_refused_is_none_of_a_resumed_run(kind: str) -> None:
+    with make(kind) as earlier:
+        earlier.next()
+        state = earlier.state_dict()
+    buffer = Buffer(ValueError("full"))
+    with make(kind, replay_buffer=buffer) as collector:
+        with pytest.raises(ValueError, match="full"):
+            collector.next()
+        collector.load_state_dict(state)
+        collector.next()
+    assert (buffer.added[0]["collector", "traj_ids"] >= state["next_traj_id"]).all()
+
+
+@pytest.mark.parametrize("kind", ["in process", "with a worker"])
 def test_a_batch_that_the_buffer_never_takes_is_lost(kind: str) -> None:
     collector = make(kind, replay_buffer=Buffer(ValueError("full")))
     with pytest.raises(ValueError, match="full"):
