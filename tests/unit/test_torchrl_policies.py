@@ -170,13 +170,14 @@ def test_a_policy_that_returns_the_same_memory_each_time(zoo: Any) -> None:
         def forward(self, td: TensorDictBase) -> TensorDictBase:
             if self.memory is None:
                 self.memory = td.clone().set("action", torch.zeros(1))
-            self.memory["observation"].copy_(td["observation"])
+            self.memory["observation"].copy_(td["observation"])  # but no other entry
             self.memory["action"].copy_(td["observation"][:1] / 8)
             return self.memory
 
     with dc.SyncDataCollector(zoo.Counter(), Reusing(), frames_per_batch=6) as collector:
         batch = collector.next()
     assert batch["observation"][:, 0].tolist() == [0, 1, 2, 0, 1, 2]
+    assert batch["pixels"][:, 0, 0, 0].tolist() == [0, 1, 2, 0, 1, 2]
     assert torch.equal(batch["action"], batch["observation"][:, :1] / 8)
 
 

@@ -91,11 +91,13 @@ class TensorDictPolicy:
             self._call = policy
         else:
             self._call = _Wrapped(policy, envs, self.module, exploration)
+        self._written: list[Any] | None = None  # known after the first call
         if has_lazy_weights(self.module):
             # Its weights have no shape before its first call.
             env = envs.members[0]
             with self.exploring():
                 self(env.fake_tensordict().exclude("next", *env.action_keys))
+            self._written = None
 
     @contextlib.contextmanager
     def exploring(self) -> Iterator[None]:
@@ -127,10 +129,22 @@ class TensorDictPolicy:
                 f"the policy was called with a TensorDict and returned {type(output).__name__}: "
                 "it must write its outputs into the TensorDict, or return one"
             )
+        keys = self._keys(output, td)
         if self._casts and td.device is None:
-            output = output.to(_device_of(td) or output.device)
-        # Copies, as a policy may return the same tensors each time, also those of its inputs.
-        td.update(output, clone=True)
+            output = output.select(*keys, strict=False).to(_device_of(td) or output.device)
+        # Copies, as a policy may return the same tensors each time.
+        td.update(output, clone=True, keys_to_update=keys)
+
+    def _keys(self, output: TensorDictBase, td: TensorDictBase) -> list[Any]:
+        """The keys that the policy writes; of others it may return what an earlier frame had."""
+        if self._written is None:
+            given = dict(td.items(include_nested=True, leaves_only=True))
+            self._written = [
+                key
+                for key, value in output.items(include_nested=True, leaves_only=True)
+                if key not in given or _differs(value, given[key])
+            ]
+        return self._written
 
     def try_out(self, td: TensorDictBase) -> TensorDictBase:
         """Call the policy for the first time, with a copy of ``td``.
@@ -211,6 +225,12 @@ class _Wrapped:
 def _write(td: TensorDictBase, entries: Iterable[tuple[Any, Any]]) -> None:
     for key, value in entries:
         td.set(key, torch.as_tensor(value) if not is_tensor_collection(value) else value)
+
+
+def _differs(one: Any, other: Any) -> bool:
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return one is not other
+    return one.shape != other.shape or not torch.equal(one.to(other.device), other)
 
 
 def _device_of(td: TensorDictBase) -> torch.device | None:
