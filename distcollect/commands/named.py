@@ -21,7 +21,7 @@ from torch import nn
 
 from distcollect.commands.argtypes import declare
 from distcollect.common.checks import refusing
-from distcollect.engine.pickled_plan import copy_state
+from distcollect.engine.pickled_plan import take_state
 from distcollect.errors import ArgumentError
 from distcollect.policy.weight_layout import module_of
 
@@ -107,17 +107,11 @@ def named_policy(given: str | None, weights: Path | None = None, *, trust: bool)
             f"--policy {given}: {policy!r} can't be called, so it is no policy; name a module or "
             "function from observations to actions"
         )
-    return NamedPolicy(partial(_with_weights, policy, module_of(policy)), identity)
+    return NamedPolicy(partial(_with_state, policy, module_of(policy)), identity)
 
 
-def _with_weights(policy: Any, held: nn.Module | None) -> Any:
-    """Return ``policy``, which computes with the weights of ``held``.
-
-    A function that travels by its name uses the modules of the process that it comes to.
-    """
-    own = module_of(policy)
-    if own is not None and held is not None and own is not held:
-        copy_state(held, own)
+def _with_state(policy: Any, held: nn.Module | None) -> Any:
+    take_state(policy, held)
     return policy
 
 

@@ -9,7 +9,7 @@ import io
 import mmap
 import pickle
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import cloudpickle
 import torch
@@ -82,21 +82,25 @@ def unpickled(parts: Sequence[bytes | mmap.mmap]) -> WorkerPlan:
     tensors, plan = parts
     unpickler = UnpicklerWith(io.BytesIO(plan), pickle.loads(tensors))
     loaded: WorkerPlan = unpickler.load()
-    own = module_of(loaded.policy)
-    if own is not None and loaded.held is not None and own is not loaded.held:
-        # A function that travels by its name uses the modules of this process.
-        copy_state(loaded.held, own)
+    take_state(loaded.policy, loaded.held)
     return loaded
 
 
-def copy_state(source: nn.Module, target: nn.Module) -> None:
-    """Copy what a module computes with: its weights, all of its buffers, and its mode."""
-    target.load_state_dict(source.state_dict())
-    buffers = dict(source.named_buffers())  # the state has no buffers that aren't persistent
+def take_state(policy: Any, held: nn.Module | None) -> None:
+    """Have a policy that came to this process compute with the state of the module that it held.
+
+    A function that travels by its name uses the modules of the process that it comes to: they get
+    the weights of ``held``, all of its buffers, and its mode.
+    """
+    target = module_of(policy)
+    if held is None or target is None or target is held:
+        return
+    target.load_state_dict(held.state_dict())
+    buffers = dict(held.named_buffers())  # the state has no buffers that aren't persistent
     for name, buffer in target.named_buffers():
         if name in buffers:
             buffer.data = buffers[name].to(buffer)
-    parts = dict(source.named_modules())
+    parts = dict(held.named_modules())
     for name, part in target.named_modules():
         if name in parts:
             part.training = parts[name].training
