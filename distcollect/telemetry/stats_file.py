@@ -30,7 +30,7 @@ STATS_FILE = "stats.jsonl"
 
 # Longer lines, as with hundreds of workers, are written less often: at most some 50 MB an hour.
 _LINE_BYTES = 1 << 16
-_TAIL_BYTES = 1 << 24  # a line about 10,000 workers has less than 4 MB
+_BLOCK_BYTES = 1 << 16  # what is read first of the end, by `top` every second
 
 Snapshot = Mapping[str, Any]
 
@@ -145,5 +145,12 @@ def newest(file: Path) -> Snapshot | None:
     """
     with opened(file) as lines:
         end = lines.seek(0, os.SEEK_END)
-        lines.seek(max(0, end - _TAIL_BYTES))
-        return next(snapshots(reversed(lines.read().splitlines())), None)
+        size = _BLOCK_BYTES
+        while True:
+            start = lines.seek(max(0, end - size))
+            # The first line may be incomplete.
+            tail = lines.read(end - start).splitlines()[start > 0 :]
+            found = next(snapshots(reversed(tail)), None)
+            if found is not None or start == 0:
+                return found
+            size *= 4
