@@ -205,12 +205,6 @@ class LocalProcesses:
         if not self._owner.is_here:
             return
         self._closed.set()
-        if threading.current_thread().name == zygote.THREAD:
-            # Garbage collection finalizes a collector there, where no end can be waited for.
-            for running in self._still_running(0):
-                self._kill(running)
-            zygote.end_if_unwanted(self)
-            return
         for running in self._still_running(grace_s):
             log.warning("%s did not end within %g s: killing it", running.boot.name, grace_s)
             self._kill(running)

@@ -31,7 +31,6 @@ from distcollect.net.messages import WorkerBoot
 log = logging.getLogger(__name__)
 
 ZYGOTE = "DISTCOLLECT_ZYGOTE"
-THREAD = "distcollect-zygote"  # where the ends of workers become known
 
 _START_TIMEOUT_S = 60.0
 _END_TIMEOUT_S = 5.0
@@ -205,7 +204,7 @@ class Zygote:
         self._reader = threading.Thread(
             target=self._run,
             args=(inheritance, theirs, started),
-            name=THREAD,
+            name="distcollect-zygote",
             daemon=True,
         )
         self._reader.start()
