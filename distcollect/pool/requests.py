@@ -1,7 +1,7 @@
 """Every rollout that was requested: where it is, and at its end what became of it.
 
-Pure bookkeeping. One function changes where a rollout is; all else (who collects, what waits for
-delivery, whose memory is free) follows from that::
+Pure bookkeeping. One function changes where a rollout is, until the user has it; all else (who
+collects, what waits for delivery, whose memory is free) follows from that::
 
     COLLECTING ─▶ PREEMPTED ─▶ READY ─▶ FETCHING ─▶ HERE ─▶ DELIVERED
         └───────────────────────▲ └──▶ KEPT ─────────────────▲
