@@ -87,9 +87,14 @@ class LoopbackWorkers:
             assert not thread.is_alive(), f"{thread.name} goes on after stop()"
 
 
+def backend_of(collector: Any) -> Any:
+    """Return what a collector is made of: the only place where tests look into one."""
+    return collector._backend
+
+
 def workers_of(collector: Any) -> Any:
     """Return the workers of a collector that :func:`loopback_collector` has made."""
-    return collector._backend.workers
+    return backend_of(collector).workers
 
 
 def loopback_collector(

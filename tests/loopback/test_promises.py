@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from helpers.churning_workers import ChurningWorkers, churning_collector
 from helpers.interrupting import interrupted_at
+from helpers.loopback_pool import backend_of, workers_of
 from hypothesis import note
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -117,13 +118,17 @@ class Promises(RuleBasedStateMachine):
 
     @property
     def workers(self) -> ChurningWorkers:
-        workers: ChurningWorkers = self.collector._backend.workers
+        workers: ChurningWorkers = workers_of(self.collector)
         return workers
+
+    @property
+    def pool(self) -> Any:
+        return backend_of(self.collector).pool
 
     @property
     def present(self) -> list[int]:
         self.workers.settle()
-        return list(self.collector._backend.pool.worker_ids)
+        return list(self.pool.worker_ids)
 
     # What the user does.
 
@@ -169,7 +174,7 @@ class Promises(RuleBasedStateMachine):
             for worker_id, version, shown in zip(
                 workers, versions, about["mask"][real].tolist(), strict=True
             ):
-                lag = self.collector._backend.pool.lag(worker_id, version)
+                lag = self.pool.lag(worker_id, version)
                 assert shown == (lag <= staleness.max_policy_lag)
 
     @rule(chosen=st.sets(WORKERS, max_size=3), wait=st.booleans())
@@ -193,7 +198,7 @@ class Promises(RuleBasedStateMachine):
         except WorkerLost as error:
             note(f"all of {worker_ids} are gone: {error}")
         assert self.collector.policy_version == version
-        for worker_id in worker_ids or self.collector._backend.pool.worker_ids:
+        for worker_id in worker_ids or self.pool.worker_ids:
             self.sent[worker_id] = version
 
     @rule(seed=st.integers(0, 1000))
@@ -265,8 +270,7 @@ class Promises(RuleBasedStateMachine):
     def preempt(self) -> None:
         """The rollouts that are collected for the next batch end early."""
         if "preemptive_threshold" in self.mode:
-            pool = self.collector._backend.pool
-            pool._loop.do(pool._core.end_early)
+            self.pool._loop.do(self.pool._core.end_early)
             self.next()
 
     # What must hold then.

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.envs import SamplingEnv
-from helpers.loopback_pool import loopback_collector
+from helpers.loopback_pool import backend_of, loopback_collector
 from helpers.replay_buffers import Buffer, T
 from helpers.waiting import eventually
 from tensordict import TensorDict
@@ -94,7 +94,7 @@ def test_weights_are_published_just_as_a_batch_begins(monkeypatch: pytest.Monkey
     watched = iter([SimpleNamespace(batch_begins=lambda patience: None)])
     with sync(None) as collector:
         seen = property(lambda _: next(watched, None))
-        monkeypatch.setattr(type(collector._backend), "unpublished", seen)
+        monkeypatch.setattr(type(backend_of(collector)), "unpublished", seen)
         assert collector.next().numel() == FRAMES
 
 
