@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from tensordict.nn import InteractionType
 from torch import nn
-from torch.distributions import Distribution
+from torch.distributions import Distribution, Independent, TransformedDistribution
 
 from distcollect.errors import ArgumentError, PolicyError
 from distcollect.policy.recurrent import PolicyState
@@ -24,7 +24,9 @@ class Exploration(str, enum.Enum):
 
     Attributes:
         RANDOM: draw them from the distribution.
-        DETERMINISTIC: take its mode. (A TensorDict policy has its own rule for some distributions.)
+        DETERMINISTIC: take its ``deterministic_sample``, mode or mean, or what its transforms make
+            of the mode or mean of its base. (A TensorDict policy has its own rule for some
+            distributions.)
         MODE, MEAN, MEDIAN: take this.
     """
 
@@ -47,7 +49,7 @@ class Exploration(str, enum.Enum):
         except ValueError:
             raise ArgumentError(
                 f"exploration_type={value!r}: use 'random' (draw from the policy's distribution), "
-                "'deterministic' (take its mode), 'mode', 'mean' or 'median'"
+                "'deterministic' (take its mode or mean), 'mode', 'mean' or 'median'"
             ) from None
 
     @property
@@ -61,37 +63,83 @@ class Exploration(str, enum.Enum):
         Raises:
             PolicyError: the distribution has no such value.
         """
-        if self is Exploration.RANDOM:
-            return distribution.sample()
-        name = "mode" if self is Exploration.DETERMINISTIC else self.value
-        action: torch.Tensor | None
-        try:
-            action = getattr(distribution, name, None)  # torch's distributions have no median
-            action = distribution.icdf(torch.tensor(0.5)) if action is None else action
-            if is_discrete(distribution):
-                if name == "mode":  # NaN where both values of a Bernoulli are as likely
-                    action = action.nan_to_num()
-                if not torch.equal(action, action.round()):
-                    action = None
-        except NotImplementedError:
-            action = None
+        action = self.find_action(distribution)
         if action is None:
-            raise self.undefined(f", {type(distribution).__name__},")
+            others = [*Exploration][::-1]
+            works = [each.value for each in others if each.find_action(distribution) is not None]
+            raise self.undefined(f", {type(distribution).__name__},", works)
         return action
 
-    def undefined(self, name: str = "") -> PolicyError:
-        """Return the error for a policy's distribution, called ``name``, that has no such value."""
+    def find_action(self, distribution: Distribution) -> torch.Tensor | None:
+        """Return an action of a distribution; None if it has no such value."""
+        if self is Exploration.RANDOM:
+            return distribution.sample()
+        if self is Exploration.DETERMINISTIC:
+            return _deterministic(distribution)
+        return _value(distribution, self.value)
+
+    def undefined(self, name: str = "", works: Sequence[str] = ("mode", "random")) -> PolicyError:
+        """Return the error for a policy's distribution, called ``name``, that has no such value.
+
+        Args:
+            name: the kind of the distribution.
+            works: the values of the exploration types that it has.
+        """
+        is_deterministic = self is Exploration.DETERMINISTIC
+        lacks = "mode, mean or deterministic_sample" if is_deterministic else self.value
+        advice = " or ".join(map(repr, works))
         return PolicyError(
-            f"exploration_type={self.value!r}: the policy's distribution{name} has no "
-            f"{self.value}; use 'mode', the most likely action, or 'random'"
+            f"exploration_type={self.value!r}: the policy's distribution{name} has no {lacks}; "
+            f"use {advice}" + is_deterministic * ", and evaluate(deterministic=False)"
         )
+
+
+def _deterministic(distribution: Distribution) -> torch.Tensor | None:
+    """Return the first of deterministic_sample, mode and mean that a distribution has.
+
+    If it has none, but is made of another distribution by transforms, return what they make of
+    the value of that: for a normal distribution behind a tanh, tanh(mean), as in SAC (Haarnoja et
+    al., "Soft actor-critic algorithms and applications", 2018).
+    """
+    undefined = None
+    for name in ("deterministic_sample", "mode", "mean"):
+        value = _value(distribution, name)
+        if value is not None and not value.isnan().any():
+            return value
+        undefined = value if undefined is None else undefined
+    if isinstance(distribution, Independent | TransformedDistribution):
+        value = _deterministic(distribution.base_dist)
+        for transform in getattr(distribution, "transforms", ()) if value is not None else ():
+            value = transform(value)
+        undefined = value if undefined is None else undefined
+    return undefined  # NaN, if the policy itself returned NaN
+
+
+def _value(distribution: Distribution, name: str) -> torch.Tensor | None:
+    """Return the mode, mean, median or deterministic_sample of a distribution; None: it has none.
+
+    A distribution of whole numbers has only values that are whole.
+    """
+    value: torch.Tensor | None
+    try:
+        value = getattr(distribution, name, None)
+        if value is None and name == "median":  # torch's distributions have none
+            value = distribution.icdf(torch.tensor(0.5))
+    except (NotImplementedError, RuntimeError):  # TorchRL's TanhNormal raises the latter
+        return None
+    if value is not None and is_discrete(distribution):
+        if name == "mode":  # NaN where both values of a Bernoulli are as likely
+            value = value.nan_to_num()
+        if not torch.equal(value, value.round()):
+            return None
+    return value
 
 
 def is_discrete(distribution: Distribution) -> bool:
     """Return True if a distribution is one of whole numbers."""
     try:
         return bool(getattr(distribution.support, "is_discrete", False))
-    except NotImplementedError:  # a class of the user's needs no support
+    except (NotImplementedError, TypeError):  # a class may have none; TorchRL's TanhNormal raises
         return False
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -24,6 +25,8 @@ from distcollect.rollout.spaces import (
     leaves_of,
     overlaps,
 )
+
+log = logging.getLogger(__name__)
 
 
 class _Column(NamedTuple):
@@ -149,6 +152,12 @@ class OutputReader:
     def _sample(self, distribution: Distribution) -> tuple[torch.Tensor, torch.Tensor]:
         """Return an action of the distribution, and its log-probability."""
         action = self._exploration.choose(distribution)
+        if self._columns is None and Exploration.DETERMINISTIC.find_action(distribution) is None:
+            log.warning(
+                "the policy's distribution, %s, has no mode or mean: evaluate() needs "
+                "deterministic=False",
+                type(distribution).__name__,
+            )
         log_prob = distribution.log_prob(action)
         _, leaf, shape = self._actions[0]
         if log_prob.ndim > 1 and action.shape == shape:

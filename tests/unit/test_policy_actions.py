@@ -17,7 +17,16 @@ from tensordict.nn import (
     TensorDictModule,
 )
 from torch import nn
-from torch.distributions import Bernoulli, Categorical, Independent, Normal
+from torch.distributions import (
+    Bernoulli,
+    Categorical,
+    Distribution,
+    Independent,
+    Normal,
+    TanhTransform,
+    TransformedDistribution,
+    Uniform,
+)
 
 import distcollect as dc
 from distcollect.policy.base import Exploration
@@ -128,6 +137,15 @@ def test_distributions_are_drawn_from() -> None:
     assert torch.allclose(extras["action_log_prob",], expected)
 
 
+def tanh_normal() -> TransformedDistribution:
+    return TransformedDistribution(Normal(torch.zeros(N, 2), 1.0), [TanhTransform()])
+
+
+def _torchrls_tanh_normal() -> Any:
+    modules = pytest.importorskip("torchrl.modules")
+    return modules.TanhNormal(torch.zeros(N, 2), torch.ones(N, 2))
+
+
 @pytest.mark.parametrize(
     ("make", "action", "mode"),
     [
@@ -143,10 +161,13 @@ def test_distributions_are_drawn_from() -> None:
             "multibinary",
             [[1, 0, 0]] * N,
         ),
+        (lambda: Independent(tanh_normal(), 1), "box", [[0.0] * 2] * N),
+        (_torchrls_tanh_normal, "box", [[0.0] * 2] * N),
+        (lambda: Independent(Uniform(torch.zeros(N, 2), 1.0), 1), "box", [[0.5] * 2] * N),
     ],
-    ids=["categorical", "normal", "bernoulli", "undecided"],
+    ids=["categorical", "normal", "bernoulli", "undecided", "tanh", "torchrl", "uniform"],
 )
-def test_deterministic_takes_the_mode(make: Any, action: str, mode: Any) -> None:
+def test_deterministic_takes_the_mode_or_mean(make: Any, action: str, mode: Any) -> None:
     kwargs = {"action": action, "exploration": Exploration.DETERMINISTIC}
     actions, extras, _ = call(lambda x: make(), **kwargs)
     assert actions["action",].tolist() == mode
@@ -230,6 +251,37 @@ def test_a_distribution_of_whole_numbers_has_no_mean(
     message = f"exploration_type='{exploration.value}': .*has no {exploration.value}; use 'mode'"
     with pytest.raises(dc.PolicyError, match=message):
         call(lambda x: make(), action=action, exploration=exploration)
+
+
+def test_an_error_names_the_exploration_types_that_work() -> None:
+    for kind, works in [
+        (Exploration.MODE, "'median' or 'deterministic' or"),
+        (Exploration.MEAN, ""),
+    ]:
+        with pytest.raises(dc.PolicyError, match=f"has no {kind.value}; use {works}.*'random'$"):
+            kind.choose(tanh_normal())
+
+
+class _OnlySamples(Distribution):
+    def __init__(self, rows: int) -> None:
+        super().__init__((rows,), validate_args=False)
+
+    def sample(self, sample_shape: Any = ()) -> torch.Tensor:
+        return torch.zeros(self.batch_shape, dtype=torch.int64)
+
+    def log_prob(self, value: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(self.batch_shape)
+
+
+def test_what_evaluate_needs_is_said_when_the_collector_is_made(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    policy = lambda observation: _OnlySamples(len(observation))  # noqa: E731
+    with dc.SyncDataCollector("CartPole-v1", policy, frames_per_batch=10) as collector:
+        assert "_OnlySamples, has no mode or mean: evaluate() needs determ" in caplog.text
+        with pytest.raises(dc.PolicyError, match=r"'random', and evaluate\(deterministic=Fa"):
+            collector.evaluate(num_episodes=1)
+        assert len(collector.evaluate(num_episodes=1, deterministic=False).returns) == 1
 
 
 def test_the_mean_of_a_broken_policy_is_no_question_of_exploration() -> None:
