@@ -96,23 +96,38 @@ class WeightSync(_Settings):
 class Staleness(_Settings):
     """How old the policy that chose a frame's action may be when the frame is delivered.
 
-    A frame's lag is the number of versions newer than its own that were sent to its worker.
+    A frame's lag is the number of versions newer than its own that were sent to its worker. Its age
+    is the number of newer versions, whichever workers they were sent to. At least one is bounded.
 
     Attributes:
-        max_policy_lag: the highest lag that is delivered, 0 or more.
+        max_policy_lag: the highest lag that is delivered, 0 or more; None: any.
         mode: "pace": no more rollouts are requested than can be delivered in time, judged by the
             number of batches that were recently taken between two publications; if a frame is too
             old nevertheless, as "drop". "drop": rollouts with a frame that is too old are dropped
             as a whole, before their data is moved. "mask": everything is delivered, and
             ``("collector", "mask")`` is False for frames that are too old.
+        max_policy_age: the highest age that is delivered, 0 or more; None: any. A worker with older
+            weights delivers nothing until you send it newer ones.
     """
 
-    max_policy_lag: int
+    max_policy_lag: int | None = None
     mode: str = "pace"
+    max_policy_age: int | None = None
 
     def __post_init__(self) -> None:
-        self._check_whole(max_policy_lag=0)
+        bounds = ("max_policy_lag", "max_policy_age")
+        given = [name for name in bounds if getattr(self, name) is not None]
+        self._check(bounds[0], bool(given), "give max_policy_lag, max_policy_age, or both")
+        self._check_whole(**dict.fromkeys(given, 0))
         self._check("mode", self.mode in ("pace", "drop", "mask"), "use 'pace', 'drop' or 'mask'")
+
+    def slack(self, lag: int, age: int) -> int:
+        """Return how many more versions a frame can take; below 0 it is too old."""
+        if self.max_policy_lag is None:
+            assert self.max_policy_age is not None
+            return self.max_policy_age - age
+        slack = self.max_policy_lag - lag
+        return slack if self.max_policy_age is None else min(slack, self.max_policy_age - age)
 
 
 @suggests_names

@@ -84,12 +84,12 @@ class Lags:
 
 
 class LagStats(NamedTuple):
-    """Lags of one batch's frames, in versions.
+    """Lags, or ages, of one batch's frames, in versions.
 
     Attributes:
-        min: the lowest lag.
+        min: the lowest.
         mean: the mean over the frames.
-        max: the highest lag.
+        max: the highest.
     """
 
     min: int

@@ -92,6 +92,7 @@ class Batch:
             delivered; None: all frames are collected, and no trajectory is whole.
         headers: of the rollouts.
         lag: the lags of the frames.
+        age: their ages.
         settle: to be called once: with None when the user has the frames, with the cause when they
             are lost; None: that is done.
     """
@@ -99,6 +100,7 @@ class Batch:
     frames: TensorDict | None
     headers: Sequence[Header] = ()
     lag: LagStats | None = None
+    age: LagStats | None = None
     settle: Callable[[str | None], None] | None = None
 
 
@@ -120,6 +122,7 @@ class Backend(ABC):
         batches: batches collected.
         last_workers: ids of the workers whose frames are in the last batch; empty: there is none.
         lag: the lags of the last batch.
+        age: its ages.
         evaluations: those of workers that only evaluate, in the order in which they came.
     """
 
@@ -136,6 +139,7 @@ class Backend(ABC):
         self.frames = self.resumed_frames = self.batches = 0
         self.last_workers: tuple[int, ...] = ()
         self.lag: LagStats | None = None
+        self.age: LagStats | None = None
         self._options = options
         self._format = BatchFormat(options)
         self._stats_recorder = stats_recorder
@@ -287,7 +291,7 @@ class Backend(ABC):
             if settle is not None:
                 settle(cause)
                 if cause is None:
-                    self._count(batch.headers, batch.lag)
+                    self._count(batch.headers, batch.lag, batch.age)
 
     def _rollouts_of(self, batch: TensorDict) -> list[TensorDict]:
         """The rollouts in a batch; the batch itself where it has another form."""
@@ -370,12 +374,12 @@ class Backend(ABC):
             self._stats_recorder.end()
         return is_over
 
-    def _count(self, headers: Sequence[Header], lag: LagStats | None) -> None:
+    def _count(self, headers: Sequence[Header], lag: LagStats | None, age: LagStats | None) -> None:
         """Count a batch that the user has."""
         self.frames += self.frames_per_batch
         self.batches += 1
         self.last_workers = tuple(header.worker_id for header in headers)
-        self.lag = lag
+        self.lag, self.age = lag, age
 
     @property
     def total_frames(self) -> int:

@@ -427,6 +427,15 @@ class DataCollectorBase(ABC):
         """The lags of the last batch's frames when it was delivered; None before the first."""
         return self._backend.lag
 
+    @property
+    def policy_age(self) -> LagStats | None:
+        """How many newer versions there were, for whichever workers, when it was delivered.
+
+        It is above the lag for frames of workers that you left out: see ``worker_ids`` of
+        :meth:`update_policy_weights_`.
+        """
+        return self._backend.age
+
     def update_policy_weights_(
         self,
         policy_or_weights: Weights | None = None,

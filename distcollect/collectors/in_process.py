@@ -159,7 +159,8 @@ class InProcess(Backend):
         except BaseException:
             self._give_up("given_up")
             raise
-        return Batch(frames, [header], LagStats(0, 0.0, 0), self._settle_last)
+        none = LagStats(0, 0.0, 0)
+        return Batch(frames, [header], none, none, self._settle_last)
 
     def _settle_last(self, cause: str | None) -> None:
         """Count the frames of the last rollout as the user's, or as lost by ``cause``."""

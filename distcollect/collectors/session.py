@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,12 +24,13 @@ from distcollect.launch.cpu_placement import num_cores
 from distcollect.policy.weight_layout import published
 from distcollect.pool.background_evaluation import Evaluators
 from distcollect.pool.handover import HandoverReceiver, RolloutReference
-from distcollect.pool.policy_lag import count_lags
+from distcollect.pool.policy_lag import VersionFrames, count_lags
 from distcollect.pool.pool import Delivery, Pool
 from distcollect.pool.publisher import Publisher, Weights, WorkerIds
 from distcollect.pool.remote_calls import EnvCall, RemoteCalls
 from distcollect.pool.worker_slots import BatchPlan
 from distcollect.results import Evaluation, LagStats, Stats, WorkerState
+from distcollect.rollout.header import Rollout
 from distcollect.roster.manager import Workers
 from distcollect.telemetry.recorder import StatsRecorder
 from distcollect.transport.peer_ids import identity
@@ -200,11 +201,10 @@ class Session(Backend):
         with self._noting_failures():
             self._publish_automatically()
             delivery = self._gather(timeout_s)
-        limit = self._options.mask_above
         try:
             headers = [rollout.header for rollout in delivery.rollouts]
             frames = self._assembled(self.layout, delivery.rollouts)
-            lags = count_lags(frames, delivery.rollouts, self.pool.lag, limit)
+            counts = self._count_lags(frames, delivery.rollouts, self.pool.lag)
         except BaseException:
             self.pool.given_up(delivery, "given_up")
             raise
@@ -214,12 +214,17 @@ class Session(Backend):
                 self.pool.given_up(delivery, cause)
                 return
             masked: Counter[int] = Counter()
-            if limit is not None:
-                for header, counts in zip(headers, lags, strict=True):
-                    masked[header.worker_id] += sum(n for lag, n in counts if lag > limit)
+            for header, of_rollout in zip(headers, counts, strict=True):
+                masked[header.worker_id] += sum(e.num_frames for e in of_rollout if e.is_masked)
+            lags = [[(each.lag, each.num_frames) for each in of_rollout] for of_rollout in counts]
             self.pool.delivered(delivery, lags, masked)
 
-        return Batch(frames, headers, _stats_of(lags), settle)
+        return Batch(frames, headers, *_stats_of(counts), settle)
+
+    def _count_lags(
+        self, rows: TensorDict, rollouts: Sequence[Rollout], lag_of: Callable[[int, int], int]
+    ) -> list[list[VersionFrames]]:
+        return count_lags(rows, rollouts, lag_of, self.pool.age, self._options.masked_bound)
 
     @contextlib.contextmanager
     def _noting_failures(self) -> Iterator[None]:
@@ -256,10 +261,10 @@ class Session(Backend):
             self._publish_automatically()
             request = self.pool.hand_over(self.limit_s(timeout_s), keep_s)
         header = request.known_header
-        lag = self.pool.lag(header.worker_id, header.policy_version[0])
-        lags = [(lag, header.num_frames)]
-        self._stats_recorder.delivered([(header.worker_id, lags)])
-        self._count([header], _stats_of([lags]))
+        version, num_frames = header.policy_version[0], header.num_frames
+        lag, age = self.pool.lag(header.worker_id, version), self.pool.age(version)
+        self._stats_recorder.delivered([(header.worker_id, [(lag, num_frames)])])
+        self._count([header], *_stats_of([[VersionFrames(lag, age, num_frames, False)]]))
         return RolloutReference(
             identity().trainer,
             identity().run_id,
@@ -280,11 +285,9 @@ class Session(Backend):
         rollouts = [self._handover_receiver.take(reference, self.limit_s(timeout_s))]
         self._stats_recorder.switch_to("assemble")
         rows = self._assembled(reference.layout, rollouts)
-        newest = self.pool.version
-        lags = count_lags(
-            rows, rollouts, lambda _, version: max(0, newest - version), self._options.mask_above
-        )
-        self.lag = _stats_of(lags)
+        # The worker is another trainer's.
+        counts = self._count_lags(rows, rollouts, lambda _, version: self.pool.age(version))
+        self.lag, self.age = _stats_of(counts)
         frames = self._format.shaped(rows, reference.layout)
         return self._give(Batch(without_stop(self._processed, frames)))
 
@@ -338,9 +341,11 @@ class Session(Backend):
         self._stop()
 
 
-def _stats_of(lags: Sequence[Sequence[tuple[int, int]]]) -> LagStats:
-    """Return the summary of each rollout's pairs (lag, frames)."""
-    return LagStats.of([count for counts in lags for count in counts])
+def _stats_of(counts: Sequence[Sequence[VersionFrames]]) -> tuple[LagStats, LagStats]:
+    """Return the summaries of lags and ages."""
+    flat = [each for of_rollout in counts for each in of_rollout]
+    lags, ages = ([(each[i], each.num_frames) for each in flat] for i in range(2))
+    return LagStats.of(lags), LagStats.of(ages)
 
 
 def _stop(parts: Sequence[Any]) -> None:

@@ -256,12 +256,12 @@ def _check_buffer_takes(options: Any) -> None:
     ndim = num_dims(options.replay_buffer)
     if options.replay_buffer is None or (options.extend_buffer and ndim == 1):
         return
-    changing = ("preemptive_threshold", "batch_deadline_s", "mask_above")
+    changing = ("preemptive_threshold", "batch_deadline_s", "masked_bound")
     for name in (*changing, "split_trajs", "trajs_per_batch", *(["postproc"] if ndim == 1 else [])):
         value = getattr(options, name, None)
         if value is None or value is False:
             continue
-        given = options.staleness if name == "mask_above" else name
+        given = options.staleness if name == "masked_bound" else name
         why = f"{given} {'leaves out frames' if name in changing else 'needs whole batches'}"
         takes = "extend_buffer=False adds single steps to the replay buffer"
         remedy = "leave out one of them"

@@ -101,10 +101,16 @@ class WorkerOptions(CollectorOptions):
             raise ArgumentError(
                 f"cat_results={self.joins!r} is for sync=True: without it a batch is one rollout"
             )
-        if self.reproducible and self.staleness is not None and self.mask_above is None:
-            raise ArgumentError(
-                f"reproducible=True and {self.staleness}: the lag is fixed then; mode='mask' works"
-            )
+        if (bound := self.staleness) is not None and self.masked_bound is None:
+            if self.reproducible:
+                raise ArgumentError(
+                    f"reproducible=True and {bound}: the lag is fixed then; mode='mask' works"
+                )
+            if self.sync and bound.max_policy_age is not None:
+                raise ArgumentError(
+                    f"sync=True and {bound}: a batch has frames of all workers, also of those that "
+                    "got no newer weights; mode='mask' works"
+                )
         for name in ("preemptive_threshold", "batch_deadline_s"):
             if not self.sync and (value := getattr(self, name)) is not None:
                 raise ArgumentError(
@@ -187,15 +193,15 @@ class WorkerOptions(CollectorOptions):
         return made
 
     @property
-    def mask_above(self) -> int | None:
-        """Frames with a higher lag, in versions, are masked; None: none are."""
-        limit = self.staleness
-        return limit.max_policy_lag if limit is not None and limit.mode == "mask" else None
+    def masked_bound(self) -> Staleness | None:
+        """Frames that are older are masked; None: none are."""
+        bound = self.staleness
+        return bound if bound is not None and bound.mode == "mask" else None
 
     @property
     def has_mask(self) -> bool:
         """True if a batch can hold padding or masked frames."""
-        limits = (self.mask_above, self.preemptive_threshold, self.batch_deadline_s)
+        limits = (self.masked_bound, self.preemptive_threshold, self.batch_deadline_s)
         return any(limit is not None for limit in limits)
 
     def plan(self, worker_id: int = 0, *, traces: bool) -> WorkerPlan:

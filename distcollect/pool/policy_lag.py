@@ -3,35 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from tensordict import TensorDict
 
+from distcollect.config import Staleness
 from distcollect.rollout.header import Rollout
+
+
+class VersionFrames(NamedTuple):
+    """The frames of a rollout that have one version.
+
+    Attributes:
+        lag: how many newer versions had been sent to their worker.
+        age: how many newer versions there were.
+        num_frames: how many frames.
+        is_masked: whether they are masked, as too old.
+    """
+
+    lag: int
+    age: int
+    num_frames: int
+    is_masked: bool
 
 
 def count_lags(
     batch: TensorDict,
     rollouts: Sequence[Rollout],
     lag_of: Callable[[int, int], int],
-    mask_above: int | None = None,
-) -> list[list[tuple[int, int]]]:
-    """Count the lags of a batch's frames, and mask the frames that lag too much.
+    age_of: Callable[[int], int],
+    bound: Staleness | None = None,
+) -> list[list[VersionFrames]]:
+    """Count the lags of a batch's frames, and mask the frames that are too old.
 
     Args:
         batch: ``[W * n, T]``; its mask is written to.
         rollouts: of the batch, in its order.
         lag_of: gives the lag of a frame, from its worker_id and policy_version.
-        mask_above: frames that lag more are masked; None: none are.
+        age_of: gives the age of a frame, from its policy_version.
+        bound: frames that are older are masked; None: none are.
 
     Returns:
-        For each rollout a list of (lag, number of frames that have it).
+        For each rollout its frames by version.
     """
     versions = batch["collector", "policy_version"]
     by_rollout = versions.reshape(len(rollouts), -1)
     traj_ids = batch["collector", "traj_ids"].reshape(len(rollouts), -1)
-    lags: list[list[tuple[int, int]]] = []
+    lags: list[list[VersionFrames]] = []
     stale: list[tuple[int, int]] = []
     for index, rollout in enumerate(rollouts):
         counts = []
@@ -40,12 +60,13 @@ def count_lags(
         if lowest != highest:
             versions_of = _versions(by_rollout[index], traj_ids[index])
         for version, num_frames in versions_of:
-            lag = lag_of(rollout.header.worker_id, version)
-            counts.append((lag, num_frames))
-            if mask_above is not None and lag > mask_above:
+            lag, age = lag_of(rollout.header.worker_id, version), age_of(version)
+            is_masked = bound is not None and bound.slack(lag, age) < 0
+            counts.append(VersionFrames(lag, age, num_frames, is_masked))
+            if is_masked:
                 stale.append((index, version))
         lags.append(counts)
-    if mask_above is not None:
+    if stale:
         fresh = torch.ones_like(by_rollout, dtype=torch.bool)
         for index, version in stale:
             fresh[index][by_rollout[index] == version] = False

@@ -198,6 +198,10 @@ class Pool(MembershipObserver):
         """How many versions newer than ``version`` were sent to a worker."""
         return self._core.versions.lag(worker_id, version)
 
+    def age(self, version: int) -> int:
+        """How many versions newer than ``version`` there are."""
+        return self._core.versions.age(version)
+
     # Workers come and go: see :class:`~distcollect.roster.interfaces.MembershipObserver`.
 
     def join(self, worker_id: int, incarnation: int, peer: int) -> None:

@@ -74,11 +74,11 @@ class PoolCore:
         self.closed = False
         self.versions = SentVersions(acknowledged)
         self.slots = WorkerSlots(plan.reserved)
-        drops = staleness is not None and staleness.mode != "mask"
-        self._max_lag = staleness.max_policy_lag if staleness is not None and drops else None
+        # What is older is not delivered.
+        self._bound = None if staleness is None or staleness.mode == "mask" else staleness
         self._pacer: Pacer | None = None
         if staleness is not None and staleness.mode == "pace" and not (plan.sync or plan.in_turn):
-            self._pacer = Pacer(staleness.max_policy_lag, self.versions)
+            self._pacer = Pacer(staleness, self.versions)
         self.requests = Requests(plan, self.slots, self.versions, commands, pacer=self._pacer)
         self._scheduler = self._make_scheduler(plan)
         self.slots.may_ask = self._scheduler.may_ask
@@ -320,8 +320,8 @@ class PoolCore:
         """Look at the whole state after an event, and do all that is possible now."""
         if self.closed:
             return
-        if self._max_lag is not None and self.wanted is not None:
-            self._give_up_stale(self._max_lag)
+        if self._bound is not None and self.wanted is not None:
+            self._give_up_stale(self._bound)
         self._fetch()
         if self.wanted is Wanted.ALL:
             self._end_early_if_enough()
@@ -341,14 +341,14 @@ class PoolCore:
             self._activity = activity
             self._commands.note_activity(activity)
 
-    def _give_up_stale(self, max_lag: int) -> None:
-        # Lags grow only when versions are sent.
+    def _give_up_stale(self, bound: Staleness) -> None:
+        # Frames get older only when versions are sent.
         if self._checked != self.versions.generation:
             self._checked = self.versions.generation
-            self.requests.give_up_stale(max_lag)
+            self.requests.give_up_stale(bound)
 
     def _give_up_if_stale(self, request: RolloutRequest) -> None:
-        if self._max_lag is not None and self.requests.is_stale(request, self._max_lag):
+        if self._bound is not None and self.requests.is_stale(request, self._bound):
             self.requests.give_up(request, "stale")
 
     def _fetch(self) -> None:
@@ -431,14 +431,24 @@ class PoolCore:
         """The workers that collect, and don't have the newest weights sent to them."""
         return (s for s in self.slots.line if not self.versions.is_up_to_date(s.worker_id))
 
+    def _is_outdated(self, slot: WorkerSlot) -> bool:
+        version = self.versions.acknowledged(slot.worker_id)
+        return self._pacer is not None and self._pacer.slack(slot.worker_id, version) < 0
+
     @property
     def awaited(self) -> str:
         """The workers that the user waits for, in words."""
         late = sorted(slot.worker_id for slot in self.slots.line if slot.owes_rollouts)
         behind = sorted(slot.worker_id for slot in self._behind if not slot.owes_rollouts)
         coming = sorted(self.slots.coming)
+        # Which are asked for nothing, as their frames would be too old.
+        outdated = sorted(slot.worker_id for slot in self.slots.idle if self._is_outdated(slot))
         parts = []
-        if late or not (behind or coming):
+        if outdated and not late:
+            parts.append(
+                f"newer weights for workers {outdated} (theirs are older than {self._bound})"
+            )
+        if late or not (behind or coming or outdated):
             parts.append(f"workers {late}")
         if behind and (self._plan.sync or not late):
             parts.append(f"workers {behind} to acknowledge the newest weights sent to them")

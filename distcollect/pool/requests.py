@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from itertools import chain
 from math import ceil
 
+from distcollect.config import Staleness
 from distcollect.pool.ledger import Ledger
 from distcollect.pool.pool_commands import PoolCommands
 from distcollect.pool.staleness import Pacer, SentVersions
@@ -280,17 +281,17 @@ class Requests:
         if self._pacer is not None:
             self._pacer.given_up(request)
 
-    def is_stale(self, request: RolloutRequest, max_lag: int) -> bool:
-        """Return True if it waits for delivery and lags more than ``max_lag``."""
+    def is_stale(self, request: RolloutRequest, bound: Staleness) -> bool:
+        """Return True if it waits for delivery and is older than ``bound`` allows."""
         # One that is being fetched is looked at again when it is here.
         if request.state not in (_R.READY, _R.HERE):
             return False
-        return self._versions.lag(request.worker_id, request.version) > max_lag
+        return self._versions.slack(bound, request.worker_id, request.version) < 0
 
-    def give_up_stale(self, max_lag: int) -> None:
-        """Give up what lags more than that."""
+    def give_up_stale(self, bound: Staleness) -> None:
+        """Give up what is older than that."""
         for request in list(self.waiting()):
-            if self.is_stale(request, max_lag):
+            if self.is_stale(request, bound):
                 self.give_up(request, "stale")
 
     def give_up_all(self) -> None:

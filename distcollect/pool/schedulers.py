@@ -153,7 +153,7 @@ class PacedScheduler(Scheduler):
 
     def _next_worker(self) -> WorkerSlot | None:
         needed = self._pacer.needed_slack()
-        if needed > self._pacer.max_policy_lag:
+        if needed > self._pacer.max_slack:
             return None  # no worker has that
         for slot in self._slots.idle:
             version = self._versions.acknowledged(slot.worker_id)

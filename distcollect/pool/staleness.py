@@ -4,7 +4,8 @@ Pure: no clock, no thread, no socket.
 
 Versions count up from 1, one per publication, and each is sent to some slots. The lag of a frame
 with version v of worker w is the number of versions above v that were sent to w's slot: a worker
-that was left out of a publication on purpose does not lag for that.
+that was left out of a publication on purpose does not lag for that. The age of a frame is the
+number of versions above v, whichever slots they were sent to.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+
+from distcollect.config import Staleness
 
 # Bounds on lag are small: no lag that matters is larger.
 _VERSIONS_KEPT = 4096
@@ -26,11 +29,12 @@ class SentVersions:
     Attributes:
         acknowledged: gives the newest version that the process in a slot has acknowledged.
         generation: grows with each publication.
+        newest_of_all: the newest version sent to any slot; 0 if none was.
     """
 
     def __init__(self, acknowledged: Callable[[int], int] = lambda _: 0) -> None:
         self.acknowledged = acknowledged
-        self.generation = 0
+        self.generation = self.newest_of_all = 0
         self._sent: dict[int, list[int]] = {}
 
     def publish(self, version: int, worker_ids: Iterable[int]) -> None:
@@ -48,6 +52,7 @@ class SentVersions:
                 raise ValueError(f"worker {worker_id}: version {version} comes after {newest}")
             if version > newest:
                 self.generation += 1
+                self.newest_of_all = max(version, self.newest_of_all)
                 sent.append(version)
                 del sent[:-_VERSIONS_KEPT]
 
@@ -67,6 +72,14 @@ class SentVersions:
             return 0
         return len(sent) - bisect_right(sent, version)
 
+    def age(self, version: int) -> int:
+        """Return how many versions newer than ``version`` there are."""
+        return max(0, self.newest_of_all - version)
+
+    def slack(self, bound: Staleness, worker_id: int, version: int) -> int:
+        """Return how many more versions a frame of this slot can take; below 0 it is too old."""
+        return bound.slack(self.lag(worker_id, version), self.age(version))
+
 
 @dataclass(eq=False, slots=True)
 class StalenessTicket:
@@ -85,7 +98,7 @@ class StalenessTicket:
 class Pacer:
     """Limits the number of tickets, and orders deliveries, so that no rollout gets too stale.
 
-    The slack of a ticket is how many more publications to its slot it can take. Publications are
+    The slack of a ticket is how many more publications it can take. Publications are
     expected as they came lately: in bursts without a delivery in between (mostly of 1), and with a
     number of deliveries from one burst to the next (the gap; 1 until one is known). Tickets are
     feasible if, delivered by rising slack, each has enough for what may be published before its
@@ -97,14 +110,15 @@ class Pacer:
     rollouts may be lost, but collection does not stall.
     """
 
-    def __init__(self, max_policy_lag: int, versions: SentVersions) -> None:
+    def __init__(self, bound: Staleness, versions: SentVersions) -> None:
         """Pace by ``versions``.
 
         Args:
-            max_policy_lag: the highest lag, in versions, of any frame when it is delivered; >= 0.
+            bound: how old a frame may be when it is delivered.
             versions: what is sent; the caller records publications there.
         """
-        self.max_policy_lag = max_policy_lag
+        self._bound = bound
+        self.max_slack = bound.slack(0, 0)  # that a ticket can have
         self._versions = versions
         self._tickets: dict[StalenessTicket, int] = {}  # and the slack that was counted for each
         self._num_by_slack: dict[int, int] = {}  # without the tickets that are too stale
@@ -188,8 +202,8 @@ class Pacer:
         return min(self._num_by_slack, default=0)
 
     def slack(self, worker_id: int, version: int) -> int:
-        """Return how many more publications to this slot a frame of this version can take."""
-        return self.max_policy_lag - self._versions.lag(worker_id, version)
+        """Return how many more publications a frame of this slot and version can take."""
+        return self._versions.slack(self._bound, worker_id, version)
 
     def _add(self, ticket: StalenessTicket) -> None:
         slack = self.slack(ticket.worker_id, ticket.version)
@@ -219,10 +233,10 @@ class Pacer:
     def _least_feasible(self) -> int:
         """The least slack of a further ticket with which all slacks suffice.
 
-        It is the bound plus 1 if none does.
+        It is ``max_slack`` plus 1 if none does.
         """
-        none = self.max_policy_lag + 1
-        if self.max_policy_lag < self._publications_within(sum(self._num_by_slack.values())):
+        none = self.max_slack + 1
+        if self.max_slack < self._publications_within(sum(self._num_by_slack.values())):
             return none  # not even one that is delivered after all others
         least = before = 0
         up_to = dict.fromkeys(range(none), 0)  # how many tickets have at most this slack

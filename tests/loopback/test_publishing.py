@@ -244,6 +244,30 @@ class HeldUp(dc.RPCUpdater):
         return super().sources(payload, peers)
 
 
+@pytest.mark.parametrize("mode", ["pace", "drop", "mask"])
+def test_the_age_counts_versions_that_were_sent_to_others(collect: Collect, mode: str) -> None:
+    """Worker 1 is left out of 40 publications: its frames have no lag, but are too old."""
+    bound = dc.Staleness(max_policy_age=2, mode=mode)
+    collector = collect(sync=False, staleness=bound)
+    for _ in range(40):
+        collector.update_policy_weights_(worker_ids=0)
+    came = Counter[int]()
+    while not came[0] or (mode != "pace" and not collector.stale_frames[1]):
+        about = collector.next(timeout_s=20)["collector"]
+        [worker_id] = set(about["worker_id"].flatten().tolist())
+        came[worker_id] += 1
+        ages = 40 - about["policy_version"]
+        assert collector.version_lag == (0, 0, 0)
+        assert collector.policy_age == (ages.min(), ages.double().mean(), ages.max())
+        if mode == "mask":
+            assert torch.equal(about["mask"], ages <= 2)
+    assert mode == "mask" or not came[1]
+    collector.update_policy_weights_(worker_ids=1)
+    while 1 not in collector.next(timeout_s=20)["collector", "worker_id"]:
+        pass
+    assert mode == "mask" or collector.policy_age.max <= 2
+
+
 def load_and_check(
     collector: dc.RPCDataCollector, policy: Telling, loaded: Callable[[], object] = lambda: None
 ) -> None:

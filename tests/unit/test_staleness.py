@@ -8,6 +8,7 @@ from heapq import heappop, heappush
 
 import pytest
 
+from distcollect.config import Staleness
 from distcollect.pool.staleness import Pacer, SentVersions, StalenessTicket
 
 
@@ -42,7 +43,7 @@ class Trainer:
         self.version = 0
         self.workers = range(num_workers)
         self.versions = SentVersions()
-        self.pacer = Pacer(max_policy_lag, self.versions)
+        self.pacer = Pacer(Staleness(max_policy_lag), self.versions)
 
     def publish(self, *worker_ids: int) -> None:
         self.version += 1
@@ -83,6 +84,11 @@ def test_lag_counts_what_was_sent_to_the_slot() -> None:
     assert [versions.lag(0, version) for version in range(7)] == [3, 2, 1, 1, 1, 0, 0]
     assert [versions.lag(1, version) for version in range(7)] == [2, 1, 1, 1, 1, 0, 0]
     assert versions.lag(2, 0) == 0
+    assert [versions.age(version) for version in range(7)] == [5, 4, 3, 2, 1, 0, 0]
+    bounds = Staleness(1), Staleness(max_policy_age=4), Staleness(1, max_policy_age=4)
+    assert [versions.slack(bound, 1, 0) for bound in bounds] == [-1, -1, -1]
+    assert [versions.slack(bound, 1, 2) for bound in bounds] == [0, 1, 0]
+    assert [versions.slack(bound, 2, 0) for bound in bounds] == [1, -1, -1]
     with pytest.raises(ValueError, match="worker 1: version 4 comes after 5"):
         versions.publish(4, [1])
 
