@@ -48,8 +48,8 @@ _NAMES = {
     "policy.base": "Exploration",
     "pool.handover": "RolloutReference",
     "results": (
-        "EnvFault EpisodeStats Evaluation Frames LagStats Lags LedgerReport Stats TrainerTimes "
-        "WorkerState WorkerStats WorkerThroughput WorkerTimes"
+        "EnvFault EpisodeStats Evaluation EvaluationStats Frames LagStats Lags LedgerReport Stats "
+        "TrainerTimes WorkerState WorkerStats WorkerThroughput WorkerTimes"
     ),
     "telemetry.bottleneck": "Bottleneck",
     "transport.worker_service": "WeightSource",

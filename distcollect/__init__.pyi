@@ -60,6 +60,7 @@ from distcollect.pool.handover import RolloutReference as RolloutReference
 from distcollect.results import EnvFault as EnvFault
 from distcollect.results import EpisodeStats as EpisodeStats
 from distcollect.results import Evaluation as Evaluation
+from distcollect.results import EvaluationStats as EvaluationStats
 from distcollect.results import Frames as Frames
 from distcollect.results import Lags as Lags
 from distcollect.results import LagStats as LagStats

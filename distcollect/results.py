@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import enum
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, NamedTuple, cast
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
 from distcollect.common.tables import text_table
+
+_Episodes = TypeVar("_Episodes", bound="EpisodeStats")
 
 
 @dataclass(frozen=True)
@@ -129,11 +132,28 @@ class EpisodeStats:
 
     @classmethod
     def of(
-        cls, count: int, returns: torch.Tensor, lengths: torch.Tensor, metrics: Mapping[str, float]
-    ) -> EpisodeStats:
+        cls: type[_Episodes],
+        count: int,
+        returns: torch.Tensor,
+        lengths: torch.Tensor,
+        metrics: Mapping[str, float],
+    ) -> _Episodes:
         """From the returns and lengths ``[E]`` of the last E episodes out of ``count``."""
         ends = returns.min().item(), returns.max().item()
         return cls(count, returns.mean().item(), lengths.double().mean().item(), *ends, metrics)
+
+
+@dataclass(frozen=True)
+class EvaluationStats(EpisodeStats):
+    """The episodes of an evaluation.
+
+    Attributes:
+        policy_version: the newest version that played them.
+        age_s: seconds since it ended; NaN: there is none.
+    """
+
+    policy_version: int = 0
+    age_s: float = math.nan
 
 
 @dataclass(frozen=True)
@@ -171,6 +191,11 @@ class _Figures:
     lost: Mapping[str, int] = field(default_factory=dict)
     may_be_lost: int = 0
 
+    @property
+    def num_lost(self) -> int:
+        """Number of frames that were stepped and not delivered."""
+        return sum(self.lost.values())
+
 
 @dataclass(frozen=True)
 class WorkerStats(_Figures):
@@ -186,15 +211,19 @@ class WorkerStats(_Figures):
         num_bytes: size in bytes of its rollouts that were fetched.
         num_ready: number of its rollouts that are ready and not delivered yet.
         num_restarts: number of times its process was replaced.
-        num_env_faults: number of times an env raised.
+        num_env_faults: number of times an env raised, also in evaluations.
         num_episodes: number of episodes that ended.
         lost: number of frames that were stepped and not delivered, by cause.
         may_be_lost: at most this many more frames are lost, if its host vanished with the count.
         metrics: mean of each metric over its last hundred episodes; see :class:`EpisodeStats`.
+        evaluates: whether it evaluates the policy, and collects nothing.
+        num_evaluated: number of episodes that it played in evaluations.
     """
 
     state: str = "ready"
+    evaluates: bool = False
     num_episodes: int = 0
+    num_evaluated: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -219,15 +248,16 @@ class Stats(_Figures, dict[str, Any]):
         policy_version: version of the weights that were published last.
         lag: policy lags of the delivered frames.
         episodes: episodes that ended.
-        evaluation: episodes of the evaluation of the newest version so far, by ``evaluate()`` or by
+        evaluation: the evaluation of the newest version so far, by ``evaluate()`` or by
             :class:`~distcollect.EvaluationWorkers`.
+        logged: the last value of each name that was passed to ``log()``.
         trainer: how the thread that takes batches spent its time.
         times: how all workers together spent their time.
         num_bytes: size in bytes of all rollouts fetched from workers.
         num_ready: number of rollouts that are ready and not delivered yet.
         mean_ready: the mean of this number over the moments when a batch was requested.
         num_restarts: number of times that worker processes were replaced.
-        num_env_faults: number of times that envs raised.
+        num_env_faults: number of times that envs raised, also in evaluations.
         env_faults: the last twenty of these, the newest last.
         lost: number of frames that were stepped and not delivered, by cause.
         may_be_lost: at most this many more frames are lost, on hosts that vanished.
@@ -248,7 +278,8 @@ class Stats(_Figures, dict[str, Any]):
     delivered: int = 0
     policy_version: int = 0
     episodes: EpisodeStats = EpisodeStats()
-    evaluation: EpisodeStats = EpisodeStats()
+    evaluation: EvaluationStats = EvaluationStats()
+    logged: Mapping[str, float] = field(default_factory=dict)
     trainer: TrainerTimes = TrainerTimes()
     mean_ready: float = 0.0
     env_faults: Sequence[EnvFault] = ()
@@ -309,8 +340,8 @@ def _read(default: Any, given: Any) -> Any:
         return math.nan if given is None else given
     known, kind = vars(default), cast("Any", type(default))
     read = {name: _read(known[name], value) for name, value in given.items() if name in known}
-    if "metrics" in read:
-        read["metrics"] = {name: _read(math.nan, mean) for name, mean in read["metrics"].items()}
+    for name in read.keys() & {"metrics", "logged"}:
+        read[name] = {label: _read(math.nan, value) for label, value in read[name].items()}
     if isinstance(default, Lags):
         read = {"frames": {int(lag): count for lag, count in given.get("frames", {}).items()}}
     elif isinstance(default, Stats):
@@ -348,22 +379,34 @@ class Evaluation:
         returns: float64 ``[E]``, the sum of rewards of each episode.
         lengths: int64 ``[E]``, the length of each episode in frames.
         policy_version: int64 ``[E]``, the version of the policy that played the episode.
+        worker_id: int64 ``[E]``, the worker that played the episode.
         metrics: for each metric of ``Monitor(metrics=...)``, float64 ``[E]``: its values.
+        num_env_faults: how often envs raised meanwhile, by worker_id.
+        env_faults: the last twenty of these of each worker.
     """
 
     returns: torch.Tensor
     lengths: torch.Tensor
     policy_version: torch.Tensor
+    worker_id: torch.Tensor
     metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    num_env_faults: Mapping[int, int] = field(default_factory=dict)
+    env_faults: Sequence[EnvFault] = ()
 
     @classmethod
     def joined(cls, parts: Sequence[Evaluation]) -> Evaluation:
         """The episodes of all ``parts``."""
+        num_env_faults: Counter[int] = Counter()
+        for part in parts:
+            num_env_faults.update(part.num_env_faults)
         return cls(
             torch.cat([part.returns for part in parts]),
             torch.cat([part.lengths for part in parts]),
             torch.cat([part.policy_version for part in parts]),
+            torch.cat([part.worker_id for part in parts]),
             {name: torch.cat([p.metrics[name] for p in parts]) for name in parts[0].metrics},
+            num_env_faults,
+            tuple(fault for part in parts for fault in part.env_faults),
         )
 
     @property
@@ -371,10 +414,11 @@ class Evaluation:
         """Mean of the returns, NaN without episodes."""
         return self.returns.mean().item()
 
-    def summary(self) -> EpisodeStats:
+    def summary(self) -> EvaluationStats:
         """The statistics of its episodes; one whose metric is NaN does not count in that metric."""
         metrics = {name: values.nanmean().item() for name, values in self.metrics.items()}
-        return EpisodeStats.of(len(self.returns), self.returns, self.lengths, metrics)
+        summary = EvaluationStats.of(len(self.returns), self.returns, self.lengths, metrics)
+        return replace(summary, policy_version=int(self.policy_version.max()))
 
 
 @dataclass(frozen=True)

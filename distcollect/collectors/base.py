@@ -28,7 +28,7 @@ from distcollect.errors import ArgumentError, ArgumentTypeError, CollectorStateE
 from distcollect.integrations import load
 from distcollect.pool.publisher import Weights, WorkerIds
 from distcollect.pool.remote_calls import EnvCall
-from distcollect.results import EpisodeStats, Evaluation, LagStats, Stats
+from distcollect.results import Evaluation, LagStats, Stats
 from distcollect.telemetry.bottleneck import Bottleneck, find_bottleneck
 from distcollect.telemetry.monitor import MonitorThread
 from distcollect.telemetry.recorder import StatsRecorder
@@ -117,7 +117,6 @@ class DataCollectorBase(ABC):
         self._background: Background | None = None  # before start()
         self._seed: tuple[int, bool] | None = None
         self._resumes = 0  # how often the run was resumed
-        self._evaluated: Evaluation | None = None
         self._is_loading = False  # until a load has ended
         load("trainers")(type(self))
         self._monitor_thread = monitor = MonitorThread(options.monitor, options.trace)
@@ -627,13 +626,8 @@ class DataCollectorBase(ABC):
                 f"stats(workers={workers!r}): workers must be one of 'aggregate', 'per_worker' and "
                 "'both'"
             )
-        evaluations = [*self._backend.evaluations[-1:]]
-        if self._evaluated is not None:
-            evaluations.insert(0, self._evaluated)
-        newest = max(evaluations, key=lambda each: int(each.policy_version.max()), default=None)
         known = Stats(
             collector=type(self).__name__,
-            evaluation=EpisodeStats() if newest is None else newest.summary(),
             frames=self.frames,
             resumed_frames=self._backend.resumed_frames,
             total_frames=self.total_frames,
@@ -779,8 +773,9 @@ class DataCollectorBase(ABC):
         seed = None if seed is None else checked_seed(seed)
         limit_s = self._backend.limit_s(timeout_s)
         request = EvaluationRequest(num_episodes, deterministic, seed, limit_s)
-        self._evaluated = self._backend.evaluate(request, worker_ids)
-        return self._evaluated
+        evaluation = self._backend.evaluate(request, worker_ids)
+        self._stats_recorder.evaluated(evaluation)
+        return evaluation
 
     def state_dict(self) -> dict[str, Any]:
         """Counts, versions, seeds and ids for :meth:`load_state_dict`, as plain numbers.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -28,15 +27,15 @@ from distcollect.common.forks import Owner
 from distcollect.common.seeding import Stream, env_seed, process_seeds
 from distcollect.engine.base import EngineBase
 from distcollect.engine.build import build_engine, build_engine_for
+from distcollect.engine.env_recovery import taken_faults
 from distcollect.engine.evaluator import Evaluator
 from distcollect.engine.interrupts import Stopped
-from distcollect.errors import ArgumentError, ArgumentTypeError, CollectorStateError
+from distcollect.errors import ArgumentError, ArgumentTypeError, CollectorStateError, EnvError
 from distcollect.launch.cpu_placement import num_cores
 from distcollect.policy.weight_layout import is_part, module_of, published
 from distcollect.pool.publisher import Weights, WorkerIds
 from distcollect.pool.remote_calls import EnvCall
 from distcollect.results import (
-    EnvFault,
     Evaluation,
     Frames,
     LagStats,
@@ -144,10 +143,7 @@ class InProcess(Backend):
             num_bytes=0,
             policy_version=(self._version, self._version),
             env_faults=engine.counter.env_faults,
-            faults=tuple(
-                EnvFault(0, 0, socket.gethostname(), time_s, message)
-                for time_s, message in engine.counter.take_faults()
-            ),
+            faults=taken_faults(engine.counter, worker_id=0, incarnation=0),
             work=engine.step_timer.work(),
             spans=engine.step_timer.spans(),
         )
@@ -263,7 +259,11 @@ class InProcess(Backend):
             )
         with self._paused(request.timeout_s):
             self.engine.weights.apply()
-            return self._evaluator.evaluate(request, self.engine.weights.version)
+            try:
+                return self._evaluator.evaluate(request, self.engine.weights.version)
+            except EnvError as error:
+                self._stats_recorder.evaluation_failed(error)
+                raise
 
     def _paused(self, timeout_s: float) -> AbstractContextManager[None]:
         """Within, the thread that collects in the background waits."""

@@ -146,9 +146,11 @@ class Session(Backend):
         if not (options.update_at_each_batch or isinstance(options.updater, NoUpdater)):
             own = published(options.policy, options.named_models)
             self.unpublished = UnpublishedChanges(own, probe.weights)
-        self._remote_calls = RemoteCalls(self.pool, self.publisher.selected, workers.ends)
+        self._remote_calls = RemoteCalls(
+            self.pool, self.publisher.selected, workers.ends, self._stats_recorder
+        )
         if (plan := options.evaluation) is not None:
-            evaluators = Evaluators(self.pool, plan, options.evaluating)
+            evaluators = Evaluators(self.pool, plan, options.evaluating, self._stats_recorder)
             self.evaluations = evaluators.results
             self.pool.on_weights = evaluators.has_weights
         self._handover_receiver = HandoverReceiver(workers.transport)
@@ -193,6 +195,7 @@ class Session(Backend):
             states=states,
             ready=self.pool.num_ready,
             ledger=self.pool.ledger,
+            evaluating=self._options.evaluating,
         )
 
     # Rollouts.

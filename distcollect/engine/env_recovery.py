@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import socket
 import time
 import traceback
 from collections.abc import Iterable, Sequence
@@ -16,6 +17,7 @@ from distcollect.common.step_counter import StepCounter
 from distcollect.engine.interrupts import Stopped
 from distcollect.envs.base import Envs, Fault
 from distcollect.errors import EnvError
+from distcollect.results import EnvFault
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +27,15 @@ _FIRST_DELAY_S = 0.1
 _LONGEST_DELAY_S = 5.0
 _MOST_WARNINGS = 5  # in a worker, in each of these periods
 _WARNINGS_S = 30.0
+
+
+def taken_faults(counter: StepCounter, worker_id: int, incarnation: int) -> tuple[EnvFault, ...]:
+    """The newest faults that ``counter`` has counted since the last call, at most twenty."""
+    host = socket.gethostname()
+    return tuple(
+        EnvFault(worker_id, incarnation, host, time_s, message)
+        for time_s, message in counter.take_faults()
+    )
 
 
 @dataclass

@@ -9,17 +9,20 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
 
 from distcollect.common import gpus
 from distcollect.common.seeding import Stream, env_seed, policy_seed, shares
+from distcollect.common.step_counter import StepCounter
 from distcollect.engine.base import EngineBase
+from distcollect.engine.env_recovery import taken_faults
 from distcollect.engine.plan import WorkerPlan
-from distcollect.errors import DeadlineError
+from distcollect.errors import DeadlineError, EnvError
 from distcollect.policy.base import Exploration
-from distcollect.results import Evaluation
+from distcollect.results import EnvFault, Evaluation
 from distcollect.rollout.slabs import new_slab
 from distcollect.transport.worker_service import EvaluationRequest
 
@@ -32,7 +35,15 @@ _MOST_STEPS = 2048
 class Evaluator:
     """Plays episodes with the policy of an engine that collects, on the same thread."""
 
-    def __init__(self, plan: WorkerPlan, build: Callable[..., EngineBase]) -> None:
+    def __init__(
+        self,
+        plan: WorkerPlan,
+        build: Callable[..., EngineBase],
+        *,
+        counter: StepCounter | None = None,
+        worker_id: int = 0,
+        incarnation: int = 0,
+    ) -> None:
         """Play with one engine for each kind of exploration, made when it is first needed.
 
         It has envs of its own, but shares the policy.
@@ -41,9 +52,14 @@ class Evaluator:
             plan: what to play with; its policy was made.
             build: :func:`~distcollect.engine.build.build_engine`, with what is the same for all
                 engines of this process.
+            counter: counts the frames; None: a new one.
+            worker_id: of this process, in the statistics.
+            incarnation: the number of this process in the worker's slot, counted from 0.
         """
         self._plan = plan
-        self._build = build
+        self._counter = counter or StepCounter()
+        self._worker_id, self._incarnation = worker_id, incarnation
+        self._build = partial(build, counter=self._counter)
         self._engines: dict[Exploration, EngineBase] = {}
 
     def evaluate(self, request: EvaluationRequest, version: int) -> Evaluation:
@@ -60,21 +76,38 @@ class Evaluator:
         """
         deadline = time.monotonic() + request.timeout_s
         exploration = Exploration.DETERMINISTIC if request.deterministic else Exploration.RANDOM
-        with _random_state_restored():
-            engine = self._engine(exploration)
-            seed = request.seed
-            if seed is None:
-                seed = int(np.random.SeedSequence().generate_state(1)[0])
-            num_each = shares(request.num_episodes, engine.layout.num_envs)
-            episodes = self._play(engine, seed, num_each, deadline)
+        num_before = self._counter.env_faults
+        try:
+            episodes = self._episodes(request, exploration, deadline)
+        except EnvError as error:
+            error.num_env_faults = self._counter.env_faults - num_before
+            error.env_faults = self._faults()
+            raise
         returns, lengths, values = zip(*episodes, strict=True)
         columns = zip(self._plan.metrics, zip(*values, strict=True), strict=True)
         return Evaluation(
             torch.tensor(returns, dtype=torch.float64),
             torch.tensor(lengths),
             torch.full((request.num_episodes,), version),
+            torch.full((request.num_episodes,), self._worker_id),
             {name: torch.tensor(column, dtype=torch.float64) for name, column in columns},
+            {self._worker_id: self._counter.env_faults - num_before},
+            self._faults(),
         )
+
+    def _faults(self) -> tuple[EnvFault, ...]:
+        return taken_faults(self._counter, self._worker_id, self._incarnation)
+
+    def _episodes(
+        self, request: EvaluationRequest, exploration: Exploration, deadline: float
+    ) -> list[tuple[float, int, list[float]]]:
+        with _random_state_restored():
+            engine = self._engine(exploration)
+            seed = request.seed
+            if seed is None:
+                seed = int(np.random.SeedSequence().generate_state(1)[0])
+            num_each = shares(request.num_episodes, engine.layout.num_envs)
+            return self._play(engine, seed, num_each, deadline)
 
     def _engine(self, exploration: Exploration) -> EngineBase:
         if exploration not in self._engines:

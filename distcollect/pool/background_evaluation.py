@@ -8,9 +8,10 @@ from collections.abc import Collection
 from concurrent.futures import Future
 
 from distcollect.config import EvaluationWorkers
-from distcollect.errors import WorkerLost
+from distcollect.errors import EnvError, WorkerLost
 from distcollect.pool.pool import Pool
 from distcollect.results import Evaluation
+from distcollect.telemetry.recorder import StatsRecorder
 from distcollect.transport.worker_service import EvaluationRequest, WorkerService
 
 log = logging.getLogger(__name__)
@@ -23,8 +24,15 @@ class Evaluators:
         results: of all evaluations, in the order of their end.
     """
 
-    def __init__(self, pool: Pool, plan: EvaluationWorkers, worker_ids: Collection[int]) -> None:
-        """Have these workers of ``pool`` evaluate as ``plan`` says."""
+    def __init__(
+        self,
+        pool: Pool,
+        plan: EvaluationWorkers,
+        worker_ids: Collection[int],
+        stats_recorder: StatsRecorder,
+    ) -> None:
+        """Have these workers of ``pool`` evaluate as ``plan`` says, and record the results."""
+        self._stats_recorder = stats_recorder
         self.results: list[Evaluation] = []
         self._pool = pool
         self._request = EvaluationRequest(
@@ -55,8 +63,11 @@ class Evaluators:
             error = answer.exception()
             if error is None:
                 self.results.append(answer.result())
+                self._stats_recorder.evaluated(answer.result())
                 # Newer weights may have reached the worker before it began.
                 evaluated = int(answer.result().policy_version[0])
+        if isinstance(error, EnvError):
+            self._stats_recorder.evaluation_failed(error)
         if isinstance(error, WorkerLost):
             return  # its replacement evaluates when it has joined
         if error is not None:

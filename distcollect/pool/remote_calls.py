@@ -12,12 +12,13 @@ from typing import Any, NamedTuple, TypeVar
 
 from distcollect.common.seeding import Stream, env_seed, shares
 from distcollect.common.waiting import missing
-from distcollect.errors import ArgumentTypeError, DeadlineError, WorkerLost
+from distcollect.errors import ArgumentTypeError, DeadlineError, EnvError, WorkerLost
 from distcollect.pool.pool import Pool
 from distcollect.pool.publisher import WorkerIds
 from distcollect.results import Evaluation
 from distcollect.roster.process import message_of
 from distcollect.roster.worker_ends import WorkerEnd, WorkerEnds
+from distcollect.telemetry.recorder import StatsRecorder
 from distcollect.transport.worker_service import EvaluationRequest, WorkerService
 
 T = TypeVar("T")
@@ -42,7 +43,11 @@ class RemoteCalls:
     """
 
     def __init__(
-        self, pool: Pool, selected: Callable[[WorkerIds], Sequence[int]], ends: WorkerEnds
+        self,
+        pool: Pool,
+        selected: Callable[[WorkerIds], Sequence[int]],
+        ends: WorkerEnds,
+        stats_recorder: StatsRecorder,
     ) -> None:
         """Call workers.
 
@@ -50,7 +55,9 @@ class RemoteCalls:
             pool: calls them.
             selected: turns the user's ``worker_ids`` into ids.
             ends: how lost workers ended.
+            stats_recorder: what to count faults of envs in.
         """
+        self._stats_recorder = stats_recorder
         self._pool = pool
         self._selected = selected
         self._ends = ends
@@ -114,6 +121,9 @@ class RemoteCalls:
                     answers[w] = self._pool.call(w, WorkerService.evaluate, part)
             # The workers keep that deadline too, and their own errors say more.
             ends = self._await("evaluate()", answers, known, limit_s, meanwhile)
+            for answer in answers.values():
+                if isinstance(error := answer.exception(), EnvError):
+                    self._stats_recorder.evaluation_failed(error)
             known = {**known, **ends}
             lost += [f"worker {w}: {message_of(end.error)}" for w, end in ends.items()]
             parts += _answered(answers, ends, all_of_them=worker_ids is not None).values()

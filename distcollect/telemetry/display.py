@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import importlib
+import math
 import os
 import sys
 import threading
@@ -13,8 +14,9 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from distcollect.common.tables import text_table
-from distcollect.results import EnvFault, Stats, WorkerStats
+from distcollect.results import EnvFault, EpisodeStats, Stats, WorkerState, WorkerStats
 from distcollect.telemetry.bottleneck import find_bottleneck
+from distcollect.telemetry.figures import FIGURES
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 _FIRST_AFTER_S = 2.0  # shorter runs need no display
 _EVERY_S = 2.0  # drawing takes some 10 ms
 _YEARS_S = 2 * 365 * 86400.0
-_COLUMNS = "worker", "state", "frames/s", "lag", "env", "policy", "waits", "restarts", "lost"
+_FORMATS = {"share": ".0%", "versions": ".2g"}  # by unit
 # Lines of the display behind the first ones, besides those of workers.
 _OTHER_LINES = 9
 _NOTEBOOK_LINES = 40
@@ -36,11 +38,12 @@ _on_screen = threading.Lock()  # a terminal has room for one display
 
 def log_line(stats: Stats) -> str:
     """A snapshot in one line."""
-    parts = [*_progress(stats), *_episodes(stats), _lag(stats), _waiting(stats), *_lost(stats)]
+    parts = [*_progress(stats), *_episodes(stats), *_evaluation(stats), _lag(stats)]
+    parts += [_waiting(stats), *_lost(stats), *_logged(stats)]
     if stats.num_restarts:
-        parts.append(f"{stats.num_restarts} restarts")
+        parts.append(_number(stats.num_restarts, "restart"))
     if stats.num_env_faults:
-        parts.append(f"{stats.num_env_faults:,} env faults")
+        parts.append(_number(stats.num_env_faults, "env fault"))
     return ", ".join(parts)
 
 
@@ -57,22 +60,26 @@ def _lines(stats: Stats, height: int) -> list[str]:
     """Return a snapshot as lines of text; the last one is long."""
     shares = ((name, share) for name, share in vars(stats.trainer).items() if share >= 0.005)
     trainer = ", ".join(f"{name} {share:.0%}" for name, share in shares)
-    rest = f"{stats.num_restarts} restarts", f"{stats.num_ready} rollouts ready"
+    rest = _number(stats.num_restarts, "restart"), _number(stats.num_ready, "rollout") + " ready"
     lines = [
         f"{stats.collector}: " + ", ".join(_progress(stats)),
         ", ".join([*_episodes(stats), _lag(stats), f"version {stats.policy_version}"]),
+        *_evaluation(stats),
+        *_logged(stats),
         f"trainer: {trainer or 'nothing yet'}",
         ", ".join([*_lost(stats), *rest, f"{stats.num_bytes / 1e6:,.0f} MB fetched"]),
     ]
     if stats.env_faults:
         lines.append(
-            f"{stats.num_env_faults:,} env faults, the last: {fault_line(stats.env_faults[-1])}"
+            f"{_number(stats.num_env_faults, 'env fault')}, the last: "
+            f"{fault_line(stats.env_faults[-1])}"
         )
     most = max(1, height - _OTHER_LINES - len(lines))
     # First those that aren't ready.
     chosen = sorted(stats.workers, key=lambda worker_id: stats.workers[worker_id].state == "ready")
     rows = [_row(worker_id, stats.workers[worker_id]) for worker_id in sorted(chosen[:most])]
-    lines += text_table([_COLUMNS, *rows], left={0, 1}).splitlines()
+    heads = [head for figure in FIGURES for head in figure.columns.values()]
+    lines += text_table([["worker", "state", *heads], *rows], left={0, 1}).splitlines()
     left = Counter(stats.workers[worker_id].state for worker_id in chosen[most:])
     if left:
         lines.append("and " + ", ".join(f"{count:,} more {state}" for state, count in left.items()))
@@ -80,16 +87,15 @@ def _lines(stats: Stats, height: int) -> list[str]:
 
 
 def _row(worker_id: int, worker: WorkerStats) -> list[str]:
-    times = worker.times
-    return [
-        str(worker_id),
-        worker.state,
-        f"{worker.frames_per_s:,.0f}",
-        f"{worker.lag.mean:.2g}",
-        *(f"{share:.0%}" for share in (times.env, times.policy, times.wait)),
-        str(worker.num_restarts),
-        f"{sum(worker.lost.values()):,}",
+    state = worker.state
+    if worker.evaluates and state == WorkerState.READY.value:
+        state = f"evaluating, {_number(worker.num_evaluated, 'episode')}"
+    cells = [
+        format(figure.values(worker)[label], _FORMATS.get(figure.unit, ",.0f"))
+        for figure in FIGURES
+        for label in figure.columns
     ]
+    return [str(worker_id), state, *cells]
 
 
 def fault_line(fault: EnvFault) -> str:
@@ -117,16 +123,35 @@ def _progress(stats: Stats) -> list[str]:
 
 
 def _episodes(stats: Stats) -> list[str]:
-    episodes = stats.episodes
-    if not episodes.count:
-        return ["no episode yet"]
+    return _outcome(stats.episodes) if stats.episodes.count else ["no episode yet"]
+
+
+def _evaluation(stats: Stats) -> list[str]:
+    newest = stats.evaluation
+    if not newest.count:
+        return []
+    age = "" if math.isnan(newest.age_s) else f", {_duration(newest.age_s)} ago"
+    outcome = ", ".join(_outcome(newest))
+    return [f"evaluation of version {newest.policy_version}{age}: {outcome}"]
+
+
+def _outcome(episodes: EpisodeStats) -> list[str]:
     spread = f"{episodes.min_return:,.4g} to {episodes.max_return:,.4g}"
     return [
-        f"{episodes.count:,} episodes",
+        _number(episodes.count, "episode"),
         f"return {episodes.mean_return:,.4g} ({spread})",
         f"length {episodes.mean_length:,.4g}",
         *(f"{name} {value:,.4g}" for name, value in episodes.metrics.items()),
     ]
+
+
+def _number(count: int, of: str) -> str:
+    return f"{count:,} {of}{'s' * (count != 1)}"
+
+
+def _logged(stats: Stats) -> list[str]:
+    logged = [f"{name} {value:,.4g}" for name, value in stats.logged.items()]
+    return [f"logged: {', '.join(logged)}"] if logged else []
 
 
 def _lag(stats: Stats) -> str:

@@ -6,16 +6,19 @@ import contextlib
 import math
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
 
 from distcollect.common.clock import clock_ns
+from distcollect.errors import EnvError
 from distcollect.results import (
     EnvFault,
     EpisodeStats,
+    Evaluation,
+    EvaluationStats,
     Frames,
     Lags,
     LedgerReport,
@@ -94,6 +97,9 @@ class StatsRecorder:
         self._recent: deque[tuple[float, int]] = deque(maxlen=_RECENT_EPISODES)
         self._metrics = self._new_tally().metrics
         self._faults: deque[EnvFault] = deque(maxlen=_RECENT_FAULTS)
+        self._evaluation = EvaluationStats()
+        self._evaluated_at = 0
+        self._logged: dict[str, float] = {}
         self._num_asked = 0
         self._ready_when_asked = 0
 
@@ -170,6 +176,29 @@ class StatsRecorder:
                 for recent in (self._metrics, tally.metrics):
                     recent[name].extend(metrics.get(name, ()))
 
+    def evaluated(self, evaluation: Evaluation) -> None:
+        """Episodes were played to evaluate the policy."""
+        with self._lock:
+            for worker_id in evaluation.worker_id.tolist():
+                self._tally(worker_id).counts["num_evaluated"] += 1
+            for worker_id, count in evaluation.num_env_faults.items():
+                self._tally(worker_id).counts["evaluation_faults"] += count
+            self._faults.extend(evaluation.env_faults)
+            summary = evaluation.summary()
+            if summary.policy_version >= self._evaluation.policy_version:
+                self._evaluation, self._evaluated_at = summary, self._clock()
+
+    def evaluation_failed(self, error: EnvError) -> None:
+        """An env raised too often in an evaluation."""
+        with self._lock:
+            self._tally(error.worker_id or 0).counts["evaluation_faults"] += error.num_env_faults
+            self._faults.extend(error.env_faults)
+
+    def log(self, values: Mapping[str, float]) -> None:
+        """Keep the user's last values."""
+        with self._lock:
+            self._logged.update(values)
+
     def env_failed(self, faults: Iterable[EnvFault]) -> None:
         """An env of a worker raised too often; no header tells of its last faults."""
         with self._lock:
@@ -222,6 +251,7 @@ class StatsRecorder:
         states: Mapping[int, str],
         ready: Mapping[int, int],
         ledger: LedgerReport | None,
+        evaluating: Collection[int] = (),
     ) -> Stats:
         """Make a snapshot.
 
@@ -230,6 +260,7 @@ class StatsRecorder:
             states: maps the worker_id of each present worker to its state.
             ready: maps a worker_id to its number of ready rollouts.
             ledger: what became of all frames; None: there is no ledger.
+            evaluating: ids of the workers that collect nothing, but evaluate.
         """
         with self._lock:
             now = self._since if self._has_ended else self._clock()
@@ -249,7 +280,9 @@ class StatsRecorder:
                     state=states.get(worker_id, "lost"),
                     frames=tally.lags.total(),
                     num_ready=ready.get(worker_id, 0),
+                    evaluates=worker_id in evaluating,
                     num_episodes=tally.counts["num_episodes"],
+                    num_evaluated=tally.counts["num_evaluated"],
                     metrics=_means(tally.metrics),
                     **_figures(
                         tally,
@@ -263,6 +296,8 @@ class StatsRecorder:
                 elapsed_s=elapsed_s,
                 delivered=every.lags.total(),
                 episodes=self._episodes(every.counts["num_episodes"]),
+                evaluation=self._evaluation_at(now),
+                logged=dict(self._logged),
                 trainer=_shares(spent),
                 num_ready=sum(ready.values()),
                 mean_ready=self._ready_when_asked / max(1, self._num_asked),
@@ -279,6 +314,12 @@ class StatsRecorder:
             return EpisodeStats(metrics=metrics)
         recent = torch.tensor(list(self._recent), dtype=torch.float64)
         return EpisodeStats.of(count, recent[:, 0], recent[:, 1], metrics)
+
+    def _evaluation_at(self, now: int) -> EvaluationStats:
+        if not self._evaluation.count:
+            return self._evaluation
+        # It may be later than the end of the last batch.
+        return replace(self._evaluation, age_s=max(0, now - self._evaluated_at) / 1e9)
 
     def _rates(self, now: int) -> dict[int, float]:
         """The recent frames/s by worker_id."""
@@ -305,7 +346,7 @@ def _figures(tally: _Tally, fate: Frames, rate: float, elapsed_s: float) -> dict
         "times": _times(tally.counts),
         "num_bytes": tally.counts["num_bytes"],
         "num_restarts": tally.counts["num_restarts"],
-        "num_env_faults": fate.env_faults,
+        "num_env_faults": fate.env_faults + tally.counts["evaluation_faults"],
         "lost": dict(fate.lost),
         "may_be_lost": fate.at_most,
     }

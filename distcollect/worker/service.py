@@ -11,7 +11,6 @@ import gc
 import mmap
 import pickle
 import queue
-import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -28,6 +27,7 @@ from distcollect.common.threads import do_jobs
 from distcollect.common.waiting import answer
 from distcollect.engine.base import EngineBase
 from distcollect.engine.build import build_engine
+from distcollect.engine.env_recovery import taken_faults
 from distcollect.engine.evaluator import Evaluator
 from distcollect.engine.pickled_plan import unpickled
 from distcollect.envs.registered import register_all
@@ -225,7 +225,13 @@ class Worker(WorkerService):
         self._post_collect_hook = plan.post_collect_hook
         plan = plan.with_policy_made()
         build = partial(build_engine, worker_id=self.worker_id, incarnation=self._incarnation)
-        evaluator = Evaluator(plan, partial(build, counter=self.counter.evaluation))
+        evaluator = Evaluator(
+            plan,
+            build,
+            counter=self.counter.evaluation,
+            worker_id=self.worker_id,
+            incarnation=self._incarnation,
+        )
         engine = build(plan, traj_ids=self._new_traj_ids(), counter=self.counter)
         weights = engine.weights
         receiver = WeightReceiver(weights, self._address, engine.step_timer.received)
@@ -289,10 +295,7 @@ class Worker(WorkerService):
         return header, tensors
 
     def _faults(self) -> tuple[EnvFault, ...]:
-        return tuple(
-            EnvFault(self.worker_id, self._incarnation, socket.gethostname(), time_s, message)
-            for time_s, message in self.counter.take_faults()
-        )
+        return taken_faults(self.counter, self.worker_id, self._incarnation)
 
     @_on_main_thread
     def evaluate(self, request: EvaluationRequest) -> Evaluation:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import socket
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +15,20 @@ import pytest
 from helpers.envs import CountdownEnv, StumblingEnv
 from helpers.loopback_pool import loopback_collector
 from helpers.policies import ConstantPolicy
+from prometheus_client import CollectorRegistry
+from rich.console import Console
 
 import distcollect as dc
-from distcollect.results import (
-    Stats,
-)
+from distcollect.commands.main import main
+from distcollect.results import Stats
+from distcollect.telemetry.display import log_line, rendered
+from distcollect.telemetry.exporters import StatsCollector
+
+
+def drawn(stats: Stats) -> str:
+    console = Console(file=io.StringIO(), width=110)
+    console.print(rendered(stats, height=40))
+    return console.file.getvalue()
 
 
 @pytest.mark.parametrize("kind", [None, True, False], ids=["in process", "sync", "async"])
@@ -94,6 +106,56 @@ def test_envs_that_raise(kind: bool | None) -> None:
     if kind is not None:
         assert collector.ledger.workers[0].env_faults == collector.ledger.total.env_faults == 2
         assert "env faults" in str(collector.ledger)
+
+
+class StumblesInEvaluations(StumblesFor):
+    """The first env that a worker has for evaluations raises at its third step."""
+
+    def __init__(self) -> None:
+        self.left = {0: 1, 1: 1}
+
+    def __call__(self, context: dc.EnvContext) -> Any:
+        return super().__call__(context) if context.for_evaluation else CountdownEnv()
+
+
+@pytest.mark.parametrize("kind", ["in process", "with workers", "in the background"])
+def test_an_evaluation_is_in_all_reports(kind: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "frames_per_batch": 24,
+        "envs_per_worker": 2,
+        "monitor": dc.Monitor(run_dir=tmp_path, view=False),
+    }
+    if kind == "in process":
+        collector: Any = dc.SyncDataCollector(StumblesInEvaluations(), **options)
+    else:
+        if kind == "in the background":
+            options["evaluation"] = dc.EvaluationWorkers(num_episodes=6)
+        collector = loopback_collector(StumblesInEvaluations(), num_workers=2, **options)
+    with collector:
+        collector.next()
+        if kind == "in the background":
+            while not (stats := collector.stats()).evaluation.count:
+                collector.next()
+            assert re.search(r"^1 +evaluating, 6 episodes ", drawn(stats), re.MULTILINE)
+        else:
+            assert collector.evaluate(6).env_faults == (fault := collector.stats().env_faults)
+            assert "env 0 (CountdownEnv): step() raised RuntimeError: stumbled" in fault[0].message
+        stats = collector.stats()
+    newest = stats.evaluation
+    assert (newest.count, newest.mean_return, newest.policy_version) == (6, 10.0, 0)
+    assert 0 <= newest.age_s < 60
+    assert sum(worker.num_evaluated for worker in stats.workers.values()) == 6
+    assert stats.num_env_faults == len(stats.env_faults) == (2 if kind == "with workers" else 1)
+    shown = f"evaluation of version 0, {timedelta(seconds=round(newest.age_s))} ago: 6 episodes"
+    assert f"{shown}, return 10 (10 to 10), length 5" in log_line(stats)
+    registry = CollectorRegistry()
+    registry.register(StatsCollector(lambda: stats))
+    assert registry.get_sample_value("distcollect_evaluation_return") == 10
+    assert registry.get_sample_value("distcollect_evaluation_episodes") == 6
+    (line,) = (tmp_path / "stats.jsonl").read_text().splitlines()
+    assert json.loads(line)["evaluation"]["mean_return"] == 10
+    assert main(["report", str(tmp_path)]) == 0
+    assert "<h2>Mean return of the newest evaluation</h2>" in (tmp_path / "report.html").read_text()
 
 
 def test_env_that_ends_its_worker() -> None:

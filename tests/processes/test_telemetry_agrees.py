@@ -23,7 +23,7 @@ import distcollect as dc
 from distcollect.commands import main as cli
 from distcollect.results import LedgerReport, Stats
 from distcollect.telemetry.display import log_line
-from distcollect.telemetry.exporters import figures
+from distcollect.telemetry.exporters import scalars
 
 EVERY_S = 0.2
 HAS_TENSORBOARD = importlib.util.find_spec("tensorboard") is not None
@@ -150,9 +150,7 @@ def test_tensorboard_reads_it(run: Run) -> None:
     assert steps == sorted(steps)
     assert steps[-1] == run.stats.frames
     assert len(told.keys() & set(steps)) > 3
-    for name, value in figures(run.stats).items():
-        group, share, part = name.partition("_share_")
-        tag = f"{group}_share/{part}" if share else f"collector/{name}"
+    for tag, value in scalars(run.stats).items():
         assert events.Scalars(tag)[-1].value == pytest.approx(value, rel=1e-6)
     assert [event.value for event in events.Scalars("collector/workers")][-1] == 2
     assert min(event.value for event in events.Scalars("collector/workers")) == 1

@@ -31,12 +31,12 @@ def test_what_the_display_has() -> None:
         "1,000 of 4,000 frames (25%), 0:00:15 to go, 200 frames/s now, 100 on average",
         "7 episodes, return 21.5 (9 to 30), length 20, lag 0.5 (at most 1)",
         "trainer: train 25%, collect 75%",
-        "lost: worker_lost 12, 1 restarts",
+        "lost: worker_lost 12, 1 restart, 0 rollouts ready",
         "Bound by the envs",
     ):
         assert part in text
     assert re.search(r"^1 +joining +50 +0 +80% +0% +20% +1 +0$", text, re.MULTILINE)
-    rest = "trainer waits 75%, workers 20%, lost: worker_lost 12, at most 9 more, 1 restarts"
+    rest = "trainer waits 75%, workers 20%, lost: worker_lost 12, at most 9 more, 1 restart"
     assert log_line(replace(STATS, may_be_lost=9)).endswith(rest)
     assert "(0%), years to go" in log_line(replace(STATS, total_frames=sys.maxsize))
 
@@ -49,7 +49,7 @@ FAULTS = tuple(
 
 def test_env_faults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stats = replace(STATS, num_env_faults=5, env_faults=FAULTS)
-    assert log_line(stats).endswith(", 1 restarts, 5 env faults")
+    assert log_line(stats).endswith(", 1 restart, 5 env faults")
     text = drawn(stats)
     assert re.search(r"5 env faults, the last: 20.* worker 1 on host-a: env 1: step\(\)", text)
     assert "\x1b[2J" not in text

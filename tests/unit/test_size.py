@@ -14,7 +14,7 @@ from helpers.paths import ROOT
 
 PACKAGE = ROOT / "distcollect"
 LONGEST_MODULE = 450
-LIMITS = {PACKAGE: 24_700, PACKAGE / "commands": 2_200, ROOT / "tests": 32_050}
+LIMITS = {PACKAGE: 24_870, PACKAGE / "commands": 2_200, ROOT / "tests": 32_050}
 
 
 def code_lines(path: Path) -> int:

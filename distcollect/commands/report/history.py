@@ -11,10 +11,9 @@ from typing import NamedTuple
 
 from distcollect.errors import ArgumentError
 from distcollect.results import EnvFault, Lags, Stats, WorkerStats
+from distcollect.telemetry.figures import FIGURES, Figure
 from distcollect.telemetry.stats_file import STATS_FILE, Snapshot, opened, snapshots
 
-# What follows the name of a metric: so no figure has the name of another.
-OF_EPISODES = " of episodes"
 # A curve of the page's width can't show more.
 MAX_POINTS = 400
 
@@ -38,9 +37,9 @@ class History:
     Attributes:
         begun_at: when it began, in seconds since 1970.
         collector: name of the last collector's class.
-        points: by time, the names and values of figures (NaN: not measured), with the time "t_s"
-            in seconds since the run began; None in place of a point separates two collectors.
-        metrics: the figures that are metrics of episodes.
+        points: by time, the names and values of what is plotted (NaN: not measured), with the time
+            "t_s" in seconds since the run began; None in place of a point separates two collectors.
+        curves: what was measured, besides lags: by name, the figure and its label's value.
         spans: maps a worker_id to its states.
         changes: how often a worker "joined" on the way, was "lost", or "left".
         lags: maps a lag to the number of delivered frames.
@@ -59,7 +58,7 @@ class History:
     begun_at: float = 0.0
     collector: str = ""
     points: list[Mapping[str, float] | None] = field(default_factory=list)
-    metrics: set[str] = field(default_factory=set)
+    curves: dict[str, tuple[Figure, str]] = field(default_factory=dict)
     spans: dict[int, list[Span]] = field(default_factory=lambda: defaultdict(list))
     changes: Counter[str] = field(default_factory=Counter)
     lags: Counter[int] = field(default_factory=Counter)
@@ -140,19 +139,15 @@ def history_of(given: Iterable[Snapshot], *, per_point: int = 1) -> History:
 
 def _add_point(history: History, t_s: float, stats: Stats, last: Stats | None) -> None:
     lags = Lags(Counter(stats.lag.frames) - Counter(last.lag.frames if last is not None else ()))
-    metrics = {f"{name}{OF_EPISODES}": mean for name, mean in stats.episodes.metrics.items()}
-    history.metrics.update(metrics)
-    history.points.append(
-        {
-            **metrics,
-            "t_s": t_s,
-            "frames per second": stats.frames_per_s,
-            "episode return": stats.episodes.mean_return,
-            "episode length": stats.episodes.mean_length,
-            "mean lag": lags.mean if lags.frames else math.nan,
-            "highest lag": lags.max if lags.frames else math.nan,
-        }
-    )
+    point = {"t_s": t_s}
+    for figure in FIGURES:
+        for label, value in figure.values(stats).items() if figure.curve else ():
+            name = f"{figure.name} {label}".strip()
+            point[name] = value
+            history.curves[name] = figure, label
+    point["mean lag"] = lags.mean if lags.frames else math.nan
+    point["highest lag"] = lags.max if lags.frames else math.nan
+    history.points.append(point)
 
 
 def _note_workers(

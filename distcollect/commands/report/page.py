@@ -8,7 +8,8 @@ from collections.abc import Collection, Iterable, Sequence
 from html import escape
 
 from distcollect.commands.report.charts import Curve, curves, duration, lanes, short
-from distcollect.commands.report.history import OF_EPISODES, History
+from distcollect.commands.report.history import History
+from distcollect.telemetry.figures import FIGURES, Figure
 
 _MAX_LANES = 64
 _MAX_FAULTS = 100
@@ -75,7 +76,7 @@ def page(history: History, name: str) -> str:
 def _tiles(history: History) -> str:
     lost = sum(sum(causes.values()) for causes in history.lost.values())
     rate = history.total_delivered / history.elapsed_s if history.elapsed_s else 0.0
-    returns = [point[1] for point in _curve("episode return", "a", history).at if point]
+    returns = [point[1] for point in _curve("episode_return", "a", history).at if point]
     tiles = {
         "frames delivered": short(history.total_delivered),
         "frames/s, on average": short(rate),
@@ -91,33 +92,37 @@ def _tiles(history: History) -> str:
     return f'<div class="tiles">{"".join(cells)}</div>'
 
 
-def _curve(name: str, style: str, history: History, figure: str = "") -> Curve:
+def _curve(name: str, style: str, history: History, shown: str = "") -> Curve:
     """Return a figure over time; where it is not known, as without a batch, the curve goes on."""
     at: list[tuple[float, float] | None] = []
     for point in history.points:
         if point is None:
             at.append(None)
-        elif not math.isnan(value := point.get(figure or name, math.nan)):
+        elif not math.isnan(value := point.get(name, math.nan)):
             at.append((point["t_s"], value))
-    return Curve(name, style, at)
+    return Curve(shown or name.replace("_", " "), style, at)
 
 
 def _curves(history: History) -> list[str]:
     parts: list[str] = []
-    titles = {
-        "frames per second": "Frames per second",
-        "episode return": "Episode return, mean of the last hundred",
-        "episode length": "Episode length in frames, mean of the last hundred",
-        **{figure: f"{figure}, mean of the last hundred" for figure in sorted(history.metrics)},
-    }
-    for figure, title in titles.items():
-        given = [_curve(figure.removesuffix(OF_EPISODES), "a", history, figure)]
-        chart = curves(title, given, history.end_s, from_zero=figure != "episode return")
+    for name, (figure, label) in sorted(history.curves.items(), key=_place):
+        title = f"{label}: {figure.help}" if label else figure.help
+        given = [_curve(name, "a", history, label)]
+        chart = curves(title, given, history.end_s, from_zero=figure.unit != "any")
         parts += [f"<h2>{escape(title)}</h2>", chart]
+    wanted = [figure for figure in FIGURES if figure.curve and not figure.label]
+    if missing := [each.help for each in wanted if each.name not in history.curves]:
+        parts.append(f'<p class="none">Not measured: {escape("; ".join(missing))}.</p>')
     both = [_curve("mean lag", "a", history), _curve("highest lag", "b", history)]
     legend = [("--a", "mean"), ("--b", "highest")]
     parts += ["<h2>Lag of the delivered frames, in versions</h2>", _legend(legend)]
     return [*parts, curves("Lag", both, history.end_s)]
+
+
+def _place(curve: tuple[str, tuple[Figure, str]]) -> tuple[int, str]:
+    """Sort curves as their figures are in the table, and then by label."""
+    figure, label = curve[1]
+    return FIGURES.index(figure), label
 
 
 def _legend(entries: Sequence[tuple[str, str]]) -> str:
