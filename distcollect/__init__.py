@@ -46,6 +46,7 @@ _NAMES = {
     "integrations.slurm.delayed": "submitit_delayed_launcher",
     "launch.run": "num_workers run",
     "policy.base": "Exploration",
+    "policy.noise": "EpsilonGreedy GaussianNoise LinearSchedule OrnsteinUhlenbeckNoise",
     "pool.handover": "RolloutReference",
     "results": (
         "EnvFault EpisodeStats Evaluation EvaluationStats Frames LagStats Lags LedgerReport Stats "

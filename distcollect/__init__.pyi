@@ -56,6 +56,10 @@ from distcollect.integrations.slurm.delayed import (
 from distcollect.launch.run import num_workers as num_workers
 from distcollect.launch.run import run as run
 from distcollect.policy.base import Exploration as Exploration
+from distcollect.policy.noise import EpsilonGreedy as EpsilonGreedy
+from distcollect.policy.noise import GaussianNoise as GaussianNoise
+from distcollect.policy.noise import LinearSchedule as LinearSchedule
+from distcollect.policy.noise import OrnsteinUhlenbeckNoise as OrnsteinUhlenbeckNoise
 from distcollect.pool.handover import RolloutReference as RolloutReference
 from distcollect.results import EnvFault as EnvFault
 from distcollect.results import EpisodeStats as EpisodeStats

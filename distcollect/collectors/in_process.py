@@ -131,7 +131,7 @@ class InProcess(Backend):
         engine = self.engine
         try:
             with signals.waking(engine.interrupts.wake):
-                engine.collect(slab, random=random, fresh=True)
+                engine.collect(slab, random=random, fresh=True, frames=self.frames)
         except Stopped:
             raise CollectorStateError("the collector was shut down meanwhile") from None
         header = Header(

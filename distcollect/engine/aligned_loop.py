@@ -118,7 +118,7 @@ class AlignedLoop(RolloutLoop):
             trajectories.lengths[at] = 0
         # A filler step does not belong to the episode that follows it.
         fillers = [] if result.real is None else np.flatnonzero(~result.real).tolist()
-        trajectories.reset_policy_state([*rows, *fillers])
+        trajectories.reset_policy([*rows, *fillers])
         self.envs.finish_resets()
 
     def _recover(self, slab: Slab, step: int, policy: Policy, faulted: Faulted) -> bool:
@@ -169,7 +169,7 @@ class AlignedLoop(RolloutLoop):
                 slab.add_final(row, step - 1, starts)
             slab.traj_ids[row, step:] = trajectories.new_id(row)
             trajectories.lengths[row] = 1
-        trajectories.reset_policy_state(rows)
+        trajectories.reset_policy(rows)
 
     def _choose_actions_again(
         self, slab: Slab, step: int, policy: Policy, rows: Sequence[int]

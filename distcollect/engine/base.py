@@ -50,6 +50,7 @@ class EngineBase(ABC):
         recovery: replaces envs that raise.
         interrupts: what other threads ask for.
         layout: leaves of the frames.
+        frames_before: frames of all workers that were asked for before the running rollout.
         next_seed: a seed for other envs, once this engine was seeded; None: derive one.
     """
 
@@ -70,6 +71,7 @@ class EngineBase(ABC):
         self.step_timer = StepTimer(envs.num_envs, plan.metrics, traces=plan.traces)
         self.recovery = EnvRecovery(envs, self.counter, plan.max_env_faults)
         self.interrupts = Interrupts()
+        self.frames_before = 0
         self._reset_due = False
         self._begun_at = 0  # frames that had been stepped when the rollout began
         self._num_kept = 0  # frames in the rollouts that are complete
@@ -116,6 +118,7 @@ class EngineBase(ABC):
         fresh: bool = False,
         number: int | None = None,
         version: int | None = None,
+        frames: int = 0,
     ) -> None:
         """Fill ``slab`` with the next rollout; if it is preempted, the rest is padding.
 
@@ -125,6 +128,7 @@ class EngineBase(ABC):
             fresh: leave out frames from before this call, which native vector envs may have left.
             number: of this rollout, higher than all before; None: one more than the last.
             version: begin with weights no newer than this version; None: with the newest.
+            frames: frames of all workers that were asked for before it.
 
         Raises:
             Stopped: see :meth:`stop`.
@@ -136,6 +140,7 @@ class EngineBase(ABC):
         self.settle("interrupted")
         self.interrupts.rollout_begins(number)
         self._begun_at = self.counter.stepped
+        self.frames_before = frames
         cells[NUM_TASKS] += 1
         cells[TASK] = Task.COLLECT
         self.step_timer.begin()

@@ -24,6 +24,7 @@ from distcollect.envs.base import EnvBatch, Faulted
 from distcollect.errors import ArgumentError, PolicyError
 from distcollect.integrations import load
 from distcollect.policy.base import Policy
+from distcollect.policy.noise import OrnsteinUhlenbeckNoise, wrappers_of
 from distcollect.policy.random import RandomPolicy
 from distcollect.policy.user import UserPolicy
 from distcollect.rollout.layout import Layout
@@ -90,8 +91,8 @@ class Engine(EngineBase):
         for key, array in envs.obs.items():
             array[:] = first[key]
         self.layout = _layout(envs, self._policy)
-        # The policy's state has a row for each of the n envs, unless only some get an action.
-        of_rows = state if envs.num_ready == envs.num_envs else None
+        # The policy has a row for each of the n envs, unless only some get an action.
+        of_rows = self._policy if envs.num_ready == envs.num_envs else None
         self._trajectories = Trajectories(envs.num_envs, traj_ids, of_rows)
         loop = AlignedLoop if envs.supports_partial_reset else RaggedLoop
         loop = loop if envs.loop is None else load(envs.loop)
@@ -106,6 +107,11 @@ class Engine(EngineBase):
         self._policy.seed((env_seeds if always_random else policy_seeds)[:num_ready])
         seed_global_generators(policy_seeds[0])
         self._reset_due = True
+
+    def swap_weights(self, up_to: int | None = None) -> None:
+        super().swap_weights(up_to)
+        for noise in self._policy.noises:
+            noise.progress(self.weights.version, self.frames_before)
 
     def use_traj_ids(self, traj_ids: Iterator[int]) -> None:
         self._trajectories.use_ids(traj_ids)
@@ -180,6 +186,15 @@ def _check_options(options: WorkerPlan, envs: EnvBatch) -> None:
             f"reproducible=True does not work with an EnvPool env that gives the results of "
             f"{envs.num_ready} of its {envs.num_envs} envs at a time: which come first depends on "
             "time. Leave out reproducible, or batch_size where the env is made"
+        )
+    remembers = any(
+        isinstance(each, OrnsteinUhlenbeckNoise) for each in wrappers_of(options.policy)
+    )
+    if remembers and envs.num_ready < envs.num_envs:
+        raise ArgumentError(
+            f"OrnsteinUhlenbeckNoise does not work with an EnvPool env that gives the results of "
+            f"{envs.num_ready} of its {envs.num_envs} envs at a time: use GaussianNoise, or leave "
+            "out batch_size where the env is made"
         )
     if options.clip_actions:
         action_bounds(envs)

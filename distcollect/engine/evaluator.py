@@ -22,6 +22,7 @@ from distcollect.engine.env_recovery import taken_faults
 from distcollect.engine.plan import WorkerPlan
 from distcollect.errors import DeadlineError, EnvError
 from distcollect.policy.base import Exploration
+from distcollect.policy.noise import without_noise
 from distcollect.results import EnvFault, Evaluation
 from distcollect.rollout.slabs import new_slab
 from distcollect.transport.worker_service import EvaluationRequest
@@ -113,6 +114,7 @@ class Evaluator:
         if exploration not in self._engines:
             plan = replace(
                 self._plan,
+                policy=without_noise(self._plan.policy),
                 exploration=exploration,
                 reset_at_each_iter=False,  # an episode spans several rollouts here
                 traces=False,

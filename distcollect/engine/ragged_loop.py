@@ -66,7 +66,7 @@ class RaggedLoop(AlignedLoop):
         rows = np.array(faulted.not_stepped)
         buffer.cut_short(rows, trajectories.ids[rows])
         trajectories.begin(rows)
-        trajectories.reset_policy_state(faulted.not_stepped)
+        trajectories.reset_policy(faulted.not_stepped)
         return True
 
     def _end_trajectories(self, slab: Slab, step: int, result: Step) -> None:

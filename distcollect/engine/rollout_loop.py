@@ -27,20 +27,18 @@ class Trajectories:
             ``max_frames_per_traj`` limits them.
     """
 
-    def __init__(
-        self, num_envs: int, new_ids: Iterator[int], policy_state: PolicyState | None
-    ) -> None:
+    def __init__(self, num_envs: int, new_ids: Iterator[int], policy: Policy | None) -> None:
         """Begin a trajectory in each env.
 
         Args:
             num_envs: n.
             new_ids: the ids of new trajectories.
-            policy_state: of a recurrent policy; set to its start where an episode begins.
+            policy: it is told where an episode begins.
         """
         self.ids = np.zeros(num_envs, np.int64)
         self.lengths = np.zeros(num_envs, np.int64)
         self._new_ids = new_ids
-        self._policy_state = policy_state
+        self._policy = policy
         self._rests: set[int] = set()
         self.begin_all()
 
@@ -90,12 +88,12 @@ class Trajectories:
     def begin_all(self) -> None:
         """Begin an episode, and thus a trajectory, in every row."""
         self.begin(np.arange(len(self.ids)))
-        self.reset_policy_state(range(len(self.ids)))
+        self.reset_policy(range(len(self.ids)))
 
-    def reset_policy_state(self, rows: Sequence[int]) -> None:
+    def reset_policy(self, rows: Sequence[int]) -> None:
         """Episodes begin in ``rows``: the policy must not remember the ones before."""
-        if self._policy_state is not None:
-            self._policy_state.begin(rows)
+        if self._policy is not None:
+            self._policy.begin(rows)
 
 
 class RolloutLoop(ABC):

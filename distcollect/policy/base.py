@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributions import Distribution, Independent, TransformedDistribution
 
 from distcollect.errors import ArgumentError, PolicyError
+from distcollect.policy.noise import NoiseProcess
 from distcollect.policy.recurrent import PolicyState
 from distcollect.rollout.spaces import Leaf
 
@@ -154,10 +155,12 @@ class Policy(ABC):
     Attributes:
         module: the module that has the weights; None if there are none.
         state: what a recurrent policy carries from frame to frame; None if it is not recurrent.
+        noises: what changes the chosen actions, in this order.
     """
 
     module: nn.Module | None = None
     state: PolicyState | None = None
+    noises: Sequence[NoiseProcess] = ()
 
     @property
     def extras(self) -> tuple[Leaf, ...]:
@@ -182,6 +185,13 @@ class Policy(ABC):
     @abstractmethod
     def seed(self, seeds: Sequence[int]) -> None:
         """From now on draw for env i from a stream of its own, seeded with ``seeds[i]``."""
+
+    def begin(self, rows: Sequence[int]) -> None:
+        """Episodes begin in ``rows``: forget the ones before."""
+        if self.state is not None:
+            self.state.begin(rows)
+        for noise in self.noises:
+            noise.begin(rows)
 
     def exploring(self) -> AbstractContextManager[Any]:
         """Return a context for the calls of a rollout; it can be entered once."""

@@ -50,7 +50,9 @@ class OutputReader:
         *,
         input_keys: Collection[Key],
         state: Sequence[Leaf],
+        state_at_root: Collection[Key] = (),
         exploration: Exploration,
+        is_noisy: bool = False,
     ) -> None:
         """Read outputs for ``num_envs`` envs.
 
@@ -59,14 +61,18 @@ class OutputReader:
             num_envs: n.
             input_keys: keys of the policy's inputs, which extras can't have.
             state: what a recurrent policy returns for its next call.
+            state_at_root: keys of those that it writes at the root of a TensorDict.
             exploration: how to choose actions where the policy returns a distribution.
+            is_noisy: the actions get noise, so the policy may return no distribution.
         """
         self._action_space = action_space
         self._num_envs = num_envs
         self._input_keys = input_keys
         self._exploration = exploration
+        self._is_noisy = is_noisy
         self._actions = [self._column(leaf.key, leaf) for leaf in leaves_of(action_space, "action")]
         self._state_leaves = state
+        self._state_at_root = state_at_root
         self._state_keys = [leaf.key for leaf in state]
         # Extras, then the state; known after the first call.
         self._columns: list[_Column] | None = None
@@ -151,6 +157,12 @@ class OutputReader:
 
     def _sample(self, distribution: Distribution) -> tuple[torch.Tensor, torch.Tensor]:
         """Return an action of the distribution, and its log-probability."""
+        if self._is_noisy:
+            raise PolicyError(
+                f"the policy returned a distribution, {type(distribution).__name__}, but gets "
+                "exploration noise, and action_log_prob would not be that of the action: return "
+                "its mode or mean, or leave out the noise, as a distribution explores by itself"
+            )
         action = self._exploration.choose(distribution)
         if self._columns is None and Exploration.DETERMINISTIC.find_action(distribution) is None:
             log.warning(
@@ -177,7 +189,10 @@ class OutputReader:
         """Find the extras and the state in what the policy wrote in the first call."""
         taken = {*self._input_keys, *(column.leaf.key for column in self._actions)}
         is_td = isinstance(written, TensorDictBase)
-        keys = [("next", *leaf.key) if is_td else leaf.key for leaf in self._state_leaves]
+        keys = [
+            ("next", *leaf.key) if is_td and leaf.key not in self._state_at_root else leaf.key
+            for leaf in self._state_leaves
+        ]
         state = [
             self._column(key if len(key) > 1 else key[0], leaf)
             for key, leaf in zip(keys, self._state_leaves, strict=True)

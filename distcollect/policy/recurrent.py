@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -27,20 +27,30 @@ class PolicyState:
     Attributes:
         entries: leaves of the state.
         leaves: the same, and ``is_init`` if the policy reads it.
+        at_root: keys that the policy writes at the root, not under "next".
         arrays: ``[n, *shape]`` for each of ``leaves``. The arrays are rewritten, never replaced.
         drawing: makes the context in which the state at the start of episodes is computed.
     """
 
     drawing: Callable[[], AbstractContextManager[Any]] = staticmethod(contextlib.nullcontext)
 
-    def __init__(self, num_envs: int, initial: Callable[[], Tensors], *, has_is_init: bool) -> None:
+    def __init__(
+        self,
+        num_envs: int,
+        initial: Callable[[], Tensors],
+        *,
+        has_is_init: bool,
+        at_root: Collection[Key],
+    ) -> None:
         """Start with all envs at the start of an episode.
 
         Args:
             num_envs: n.
             initial: returns the state at the start of episodes, ``[n, *shape]`` for each entry.
             has_is_init: add ``is_init``, bool ``[n, 1]``: True in the first frame of an episode.
+            at_root: see the class.
         """
+        self.at_root = at_root
         self._initial = initial
         self.entries = tuple(
             Leaf(key, tuple(value.shape[1:]), value.dtype) for key, value in initial().items()
@@ -84,7 +94,8 @@ def state_of(
     A policy is recurrent if it has a method ``initial_state(num_envs)``, or is a TensorDictModule
     that reads an entry and writes it under "next". Such a module without that method is called
     once without a state, as TorchRL's modules allow, to learn the shapes; its state starts as
-    zeros. A policy that only reads ``is_init`` has a state of no other entries.
+    zeros. A policy that only reads ``is_init`` has a state of no other entries. TorchRL's
+    OrnsteinUhlenbeckProcessModule carries its noise under keys that it does not declare.
 
     Args:
         policy: the user's policy.
@@ -97,21 +108,26 @@ def state_of(
     """
     num_envs = len(next(iter(inputs.values())))
     carried: list[Key] = []
+    at_root: list[Key] = []
     if isinstance(policy, TensorDictModuleBase):
         reads = [as_key(key) for key in policy.in_keys]
         written = {as_key(key) for key in policy.out_keys}
         carried = [key for key in reads if ("next", *key) in written]
+        processes: list[Any] = [getattr(part, "ou", None) for part in policy.modules()]
+        noisy = [each for each in processes if hasattr(each, "noise_key")]
+        at_root = [as_key(key) for each in noisy for key in (each.noise_key, each.steps_key)]
+        reads += [IS_INIT.key] * bool(noisy)
     else:
         reads = [(parameter.name,) for parameter in parameters_of(policy)]
     reads_is_init = IS_INIT.key in reads and IS_INIT.key not in inputs
     initial: Callable[[], Tensors] = dict
     if callable(getattr(policy, "initial_state", None)):
         initial = partial(_call_initial_state, policy, num_envs)
-    elif carried:
-        initial = partial(dict, _zero_state(policy, inputs, carried, context))
+    elif carried or at_root:
+        initial = partial(dict, _zero_state(policy, inputs, carried, at_root, context))
     elif not reads_is_init:
         return None
-    state = PolicyState(num_envs, initial, has_is_init=reads_is_init)
+    state = PolicyState(num_envs, initial, has_is_init=reads_is_init, at_root=at_root)
     for key in state.arrays:
         if overlaps(key, inputs) or key[0] in RESERVED:
             raise PolicyError(
@@ -153,16 +169,22 @@ def _zero_state(
     policy: Callable[..., Any],
     inputs: Tensors,
     carried: Sequence[Key],
+    at_root: Sequence[Key],
     context: AbstractContextManager[Any],
 ) -> Tensors:
-    """Return zeros of the shapes that ``policy`` writes under "next" for the keys ``carried``."""
+    """Return zeros of the shapes that ``policy`` writes under "next" for the keys ``carried``.
+
+    And of those that it writes ``at_root``, if it does: noise only where actions are drawn.
+    """
     some = next(iter(inputs.values()))
     first = {IS_INIT.key: torch.ones(len(some), 1, dtype=torch.bool), **inputs}
     td = TensorDict(nested(first), batch_size=[len(some)], device=some.device)
     try:
         with context:
-            written = policy(td)["next"]
-        return {key: torch.zeros_like(to_tensor(written[key], key)) for key in carried}
+            written = policy(td)
+        state = {key: written["next"][key] for key in carried}
+        state |= {key: written[key] for key in at_root if key in written.keys(True, True)}
+        return {key: torch.zeros_like(to_tensor(value, key)) for key, value in state.items()}
     except Exception as error:
         raise PolicyError(
             f"the policy carries {', '.join(repr('.'.join(key)) for key in carried)} from frame to "

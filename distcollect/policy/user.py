@@ -7,14 +7,17 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import gymnasium as gym
+import numpy as np
 import torch
 from tensordict.nn import set_interaction_type
 
 from distcollect.errors import PolicyError, PolicyKeyError
 from distcollect.policy.base import Exploration, Policy, PolicyOutput
 from distcollect.policy.calling import Inputs, calling_convention, moved
+from distcollect.policy.noise import Actions, without_noise, wrappers_of
 from distcollect.policy.outputs import OutputReader
 from distcollect.policy.per_env_rng import PerEnvRng
+from distcollect.policy.random import RandomPolicy
 from distcollect.policy.recurrent import state_of
 from distcollect.policy.weight_layout import has_lazy_weights, module_of
 from distcollect.rollout.spaces import Arrays, Leaf
@@ -50,6 +53,14 @@ class UserPolicy(Policy):
             PolicyError: the policy can't be called with these observations, its initial state
                 can't be determined, or ``device`` can't be used here.
         """
+        num_envs = len(next(iter(observation.values())))
+        self._random = RandomPolicy(action_space, num_envs)  # of noise
+        wrappers, policy = wrappers_of(policy), without_noise(policy)
+        noises = [
+            wrapper.process(action_space, num_envs, lambda rows: self._random(rows)[0])
+            for wrapper in reversed(wrappers)
+        ]
+        self.noises = noises if exploration is Exploration.RANDOM else []
         self.module = module_of(policy)
         if self.module is not None and device is not None:
             self.module = moved(self.module, device)
@@ -71,6 +82,8 @@ class UserPolicy(Policy):
             input_keys=self._inputs.tensors,
             state=() if self.state is None else self.state.entries,
             exploration=exploration,
+            is_noisy=bool(wrappers),
+            state_at_root=() if self.state is None else self.state.at_root,
         )
 
     @property
@@ -79,6 +92,7 @@ class UserPolicy(Policy):
 
     def seed(self, seeds: Sequence[int]) -> None:
         self._rng = PerEnvRng(seeds)
+        self._random.seed(seeds)
         if self.state is not None:
             self.state.drawing = self._rng.drawing
 
@@ -94,11 +108,11 @@ class UserPolicy(Policy):
             self._inputs.refresh()
         try:
             if self._rng is None:
-                actions, extras, state = self._outputs.read(self._call())
+                actions, extras, state = self._choose(rows)
             else:
                 self._rng.next_frame(rows)
                 with self._rng.drawing():
-                    actions, extras, state = self._outputs.read(self._call())
+                    actions, extras, state = self._choose(rows)
         except PolicyError:
             raise
         except Exception as error:
@@ -107,3 +121,11 @@ class UserPolicy(Policy):
         if self.state is not None:
             self.state.advance(state, rows)
         return actions, extras
+
+    def _choose(self, rows: Sequence[int] | None) -> tuple[Actions, list[np.ndarray], Arrays]:
+        """Return action, extras, and the state before the next frame."""
+        actions: Actions
+        actions, extras, state = self._outputs.read(self._call())
+        for noise in self.noises:
+            actions = noise.change(actions, rows)
+        return actions, extras, state

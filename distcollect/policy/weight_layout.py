@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from distcollect.errors import ArgumentError, ArgumentTypeError, WeightsError
 from distcollect.policy.held_modules import held_modules
+from distcollect.policy.noise import without_noise
 from distcollect.rollout.spaces import dtype_name
 
 # Every entry starts at a multiple of this, so that a view of any dtype is aligned.
@@ -285,7 +286,8 @@ def check_range(weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None
 
 
 def called_by(policy: Any) -> Any:
-    """Return what a CudaGraphModule calls; any other policy is returned as it is."""
+    """Return the policy in wrappers of noise, and what a CudaGraphModule calls."""
+    policy = without_noise(policy)
     return policy.module if isinstance(policy, CudaGraphModule) else policy
 
 

@@ -70,7 +70,7 @@ class Requests:
             pacer: knows the rollouts that are out, if it decides how many may be.
         """
         self.stale_frames: dict[int, int] = {}
-        self.frames_asked = 0
+        self.frames_asked = self._frames_before_batch = 0
         self.num_requested = self.num_batches = self.before_batch = 0
         self._plan = plan
         self._slots = slots
@@ -137,13 +137,16 @@ class Requests:
     def begin_batch(self) -> None:
         """The user asks for a batch."""
         self.num_batches += 1
-        self.before_batch = self.num_requested
+        self.before_batch, self._frames_before_batch = self.num_requested, self.frames_asked
 
     def request(self, slot: WorkerSlot) -> RolloutRequest:
         """A worker's next rollout is requested."""
         plan, version = self._plan, self._versions.acknowledged(slot.worker_id)
         random = self.frames_asked < plan.random_frames
-        wire_request = CollectRequest(plan.num_steps, random, fresh=plan.sync, version=version)
+        frames = self._frames_before_batch if plan.sync else self.frames_asked
+        wire_request = CollectRequest(
+            plan.num_steps, random, fresh=plan.sync, version=version, frames=frames
+        )
         request = RolloutRequest(slot.worker_id, version, slot, slot.num_requests, wire_request)
         self.frames_asked += plan.rollout_frames
         self.num_requested += 1

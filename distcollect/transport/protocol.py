@@ -43,6 +43,8 @@ class CollectRequest(NamedTuple):
         random: draw the actions from the action space instead of asking the policy.
         fresh: no frame may be older than this request (nothing carried over from the last one).
         version: the newest policy_version that the worker has acknowledged.
+        frames: the frames that were asked for before, of all workers; in sync mode, before the
+            batch.
         shared: the trainer can map the worker's memory. Filled in by the transport.
     """
 
@@ -50,6 +52,7 @@ class CollectRequest(NamedTuple):
     random: bool = False
     fresh: bool = False
     version: int = 0
+    frames: int = 0
     shared: bool = False
 
 

@@ -260,6 +260,7 @@ class Worker(WorkerService):
                 fresh=request.fresh,
                 number=self._sequence,
                 version=version,
+                frames=request.frames,
             )
         except EnvError as error:
             error.num_env_faults = self.counter.env_faults

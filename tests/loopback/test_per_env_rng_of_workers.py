@@ -70,11 +70,21 @@ class Leaning(Counter):
         return (written["total"][:, 2] + 0.1 * noise > 0).long(), written
 
 
+def right(observation: torch.Tensor) -> torch.Tensor:
+    return torch.ones(len(observation), dtype=torch.int64)
+
+
+def noisy() -> dc.EpsilonGreedy:
+    """Explores less with each batch."""
+    return dc.EpsilonGreedy(right, dc.LinearSchedule(1.0, 0.2, frames=4 * 90))
+
+
 POLICIES: dict[str, Callable[[], Any]] = {
     "module": Dropping,
     "callable": lambda: drawing,
     "tensordict": tensordict_policy,
     "recurrent": Leaning,
+    "noisy": noisy,
 }
 
 

@@ -30,6 +30,7 @@ from distcollect.policy.calling import (
     parameters_of,
     takes_tensordict,
 )
+from distcollect.policy.noise import ExplorationNoise
 from distcollect.policy.weight_layout import has_lazy_weights, module_of
 
 Call = Callable[[TensorDictBase], Any]
@@ -64,9 +65,15 @@ class TensorDictPolicy:
 
         Raises:
             PolicySignatureError: the policy has a parameter that is no entry of the observation.
-            PolicyError: ``device`` can't be used here, or a policy with lazy modules, which is
-                called once here, raised.
+            PolicyError: the policy has noise of ours, ``device`` can't be used here, or a policy
+                with lazy modules, which is called once here, raised.
         """
+        if isinstance(policy, ExplorationNoise):
+            raise PolicyError(
+                f"{type(policy).__name__} needs Gymnasium envs; with TorchRL envs, put TorchRL's "
+                "EGreedyModule, AdditiveGaussianModule or OrnsteinUhlenbeckProcessModule behind "
+                "the policy"
+            )
         self.module = module_of(policy)
         if self.module is not None and device is not None:
             self.module = moved(self.module, device)
