@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import io
 import logging
+import math
 import os
+import random
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
+import numpy as np
 import torch
 
+from distcollect.collectors.base import DataCollectorBase
 from distcollect.common import checks, signals
 from distcollect.common.files import replacing
 from distcollect.errors import (
@@ -27,6 +32,9 @@ from distcollect.transport.peer_ids import identity
 log = logging.getLogger(__name__)
 
 _FORMAT = 1
+# Whether it is of an evaluation, which counts more, and the value that ``best`` names.
+_Result: TypeAlias = tuple[bool, float]
+_NO_RESULT: _Result = (False, -math.inf)
 # Between two looks whether SLURM has started the trainer again elsewhere: a file on a shared disk.
 _CHECK_START_S = 10.0
 
@@ -59,10 +67,14 @@ class Checkpoint:
     collectors are shut down as by Ctrl-C, and the exit code is 75. When the script is started
     again, it continues from there; under ``distcollect submit`` that happens automatically.
 
-    With several trainers, the first one saves and all of them load.
+    Part of each file is the state of the random numbers of torch, numpy and Python in this process.
+
+    With several trainers, the first one saves and all of them load; the others keep their own
+    random numbers.
 
     Attributes:
         path: the file.
+        best_path: the file of ``best``.
     """
 
     def __init__(
@@ -70,7 +82,10 @@ class Checkpoint:
         path: str | os.PathLike[str] | None = None,
         *,
         every_s: float = 600.0,
-        **parts: Stateful,
+        keep_last: int = 1,
+        best: str | None = None,
+        save_on_ctrl_c: bool = False,
+        **parts: Stateful | dict[str, Any],
     ) -> None:
         """Name what to save; nothing is saved or loaded yet.
 
@@ -78,22 +93,40 @@ class Checkpoint:
             path: a file; None: ``checkpoint.pt``, under ``distcollect submit`` in the run folder,
                 otherwise in the working folder.
             every_s: seconds between two saves.
-            parts: what to save, by name: objects with ``state_dict`` and ``load_state_dict``.
+            keep_last: how many files to keep. The older ones have a number at the end of their
+                name: ``checkpoint-12.pt``; the highest number is the newest.
+            best: "return", or the name of a metric of ``Monitor(metrics=...)``: the save with the
+                highest value is also kept as ``checkpoint-best.pt``. The value is the mean of the
+                collector's newest evaluation, or, without any, of its last hundred episodes. A
+                better evaluation is saved at the next :meth:`step`.
+            save_on_ctrl_c: Ctrl-C also saves, as a signal does, and then raises its
+                KeyboardInterrupt; pressed again meanwhile, it raises that without saving.
+            parts: what to save, by name: objects with ``state_dict`` and ``load_state_dict``, or
+                dicts of plain Python values and tensors, such as ``progress={"updates": 0}``.
 
         Raises:
             ArgumentError, ArgumentTypeError: there is nothing to save, a part lacks one of these
-                methods, or the file can't be written.
+                methods, the file can't be written, or ``best`` is given without a collector.
         """
         if not parts:
             raise ArgumentError(
                 "Checkpoint() has nothing to save: name the parts, as in policy=policy"
             )
         for name, part in parts.items():
-            if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+            has_state = hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
+            if not has_state and not isinstance(part, dict):
                 raise ArgumentTypeError(
                     f"{name}={type(part).__name__}: has no state_dict() and load_state_dict(); "
-                    "name only objects that have both"
+                    "name objects that have both, or dicts"
                 )
+        collectors = [part for part in parts.values() if isinstance(part, DataCollectorBase)]
+        if best is not None and not collectors:
+            raise ArgumentError(f"best={best!r} needs a collector among the parts: collector=...")
+        if best not in (None, "return", *(known := _metrics(collectors))):
+            raise ArgumentError(
+                f"best={best!r}: must be 'return', or a metric of the collector's Monitor ({known})"
+            )
+        checks.positive("Checkpoint: keep_last", keep_last := checks.plain(keep_last))
         every_s = checks.plain(every_s)
         checks.above_zero(f"Checkpoint(every_s={every_s!r})", every_s)
         if not isinstance(path, str | os.PathLike | None):
@@ -104,17 +137,25 @@ class Checkpoint:
         # Now, before hours of training depend on it.
         if why := "is a folder" if self.path.is_dir() else obstacle(self.path.parent):
             raise ArgumentError(f"Checkpoint({str(self.path)!r}): {why}; name another file")
+        self.best_path = self._beside("best")
         self._every_s = every_s
+        self._keep_last = keep_last
+        self._best = best
+        self._best_result = _NO_RESULT
+        self._judged = None if best is None else collectors[0]  # whose results are compared
         self._parts = parts
         self._saved_at = self._start_checked_at = time.monotonic()
         self._file_checked = False  # whether an earlier run's file was loaded, or is known to miss
-        signals.watch(self._save_and_exit)
+        signals.watch(self._save_and_exit, ctrl_c=save_on_ctrl_c)
 
-    def load(self) -> bool:
+    def load(self, path: str | os.PathLike[str] | None = None) -> bool:
         """Load the file, if there is one.
 
         Call this before a collector among the parts delivers its first batch. Its workers then get
         the loaded weights of the policy that it was made with.
+
+        Args:
+            path: another file of the same parts, such as ``best_path``; None: ``path``.
 
         Returns:
             Whether there was a file.
@@ -123,33 +164,42 @@ class Checkpoint:
             ArgumentError: the file can't be read, has other parts, or doesn't fit them.
         """
         self._file_checked = True
-        if not self.path.exists():
+        path = self.path if path is None else Path(path)
+        if not path.exists():
             return False
-        states = self._read()
+        saved = _read(path)
+        states = dict(saved["parts"])
         if states.keys() != self._parts.keys():
             raise ArgumentError(
-                f"{self.path} has the parts {sorted(states)}, not {sorted(self._parts)}: give the "
+                f"{path} has the parts {sorted(states)}, not {sorted(self._parts)}: give the "
                 "same ones, or another path"
             )
         for name, part in self._parts.items():
+            if isinstance(part, dict):
+                part.clear()
+                part.update(states[name])
+                continue
             try:
                 part.load_state_dict(states[name])
             except DistCollectError:
                 raise
             except Exception as error:
                 raise ArgumentError(
-                    f"{self.path}: the saved state of {name!r} doesn't fit it "
+                    f"{path}: the saved state of {name!r} doesn't fit it "
                     f"({type(error).__name__}: {error}); make it as it was then, or give another "
                     "path"
                 ) from error
         for part in self._parts.values():
             if (publish := getattr(part, "update_policy_weights_", None)) is not None:
                 _publish(publish)
-        log.info("continuing from %s", self.path)
+        self._best_result = saved.get("best", _NO_RESULT)
+        if "random" in saved and identity().trainer == 0:
+            _set_random_states(saved["random"])
+        log.info("continuing from %s", path)
         return True
 
     def save(self) -> None:
-        """Save now; an existing file is replaced once the new one is complete.
+        """Save now; a file gets its name once it is complete, and replaces an existing one then.
 
         Raises:
             CollectorStateError: there is a file of an earlier run, and :meth:`load` was not called.
@@ -162,16 +212,57 @@ class Checkpoint:
         self._check_start()
         if identity().trainer != 0:
             return
-        states = {name: part.state_dict() for name, part in self._parts.items()}
+        states = {
+            name: part if isinstance(part, dict) else part.state_dict()
+            for name, part in self._parts.items()
+        }
+        result = self._result()
+        is_best = result > self._best_result
+        self._best_result = max(result, self._best_result)
+        saved = {
+            "format": _FORMAT,
+            "parts": states,
+            "best": self._best_result,
+            "random": _random_states(),
+        }
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(self.path) as file:
-            torch.save({"format": _FORMAT, "parts": states}, file)
+            torch.save(saved, file)
             file.flush()
             _check_loadable(Path(file.name), states)
+            self._keep_older()
+        if is_best:
+            _link(self.path, self.best_path)
         self._saved_at = time.monotonic()
 
+    def _beside(self, end: str) -> Path:
+        return self.path.with_name(f"{self.path.stem}-{end}{self.path.suffix}")
+
+    def _keep_older(self) -> None:
+        """Give the present file a number, and remove those that are too old."""
+        if self._keep_last == 1 or not self.path.exists():
+            return
+        pattern = re.compile(rf"{re.escape(self.path.stem)}-(\d+){re.escape(self.path.suffix)}")
+        found = [pattern.fullmatch(each.name) for each in self.path.parent.iterdir()]
+        numbers = sorted(int(match[1]) for match in found if match)
+        numbers.append(numbers[-1] + 1 if numbers else 1)
+        _link(self.path, self._beside(str(numbers[-1])))
+        for number in numbers[: 1 - self._keep_last]:
+            self._beside(str(number)).unlink()
+
+    def _result(self) -> _Result:
+        if self._judged is None:
+            return _NO_RESULT
+        stats = self._judged.stats()
+        is_evaluated = stats.evaluation.count > 0
+        episodes = stats.evaluation if is_evaluated else stats.episodes
+        value = (
+            episodes.mean_return if self._best == "return" else episodes.metrics[str(self._best)]
+        )
+        return _NO_RESULT if math.isnan(value) else (is_evaluated, value)
+
     def step(self) -> bool:
-        """Save if the interval has passed; if this process was told to end, save and exit.
+        """Save if it is time, or if an evaluation was the best; if told to end, save and exit.
 
         Call it once per batch, when the states of all parts belong together: after the optimizer's
         step, and before the new weights are published.
@@ -181,6 +272,7 @@ class Checkpoint:
 
         Raises:
             SystemExit: the process was told to end; with exit code 75.
+            KeyboardInterrupt: it was told so by Ctrl-C, and ``save_on_ctrl_c`` is True.
             CollectorStateError, ArgumentTypeError, LaunchError, OSError: as :meth:`save`.
         """
         self._check()
@@ -188,7 +280,9 @@ class Checkpoint:
             self._check_start()
         if signals.requested_signal():
             self._save_and_exit()
-        is_due = time.monotonic() - self._saved_at >= self._every_s
+        is_evaluated, _ = result = self._result()
+        is_best = is_evaluated and result > self._best_result
+        is_due = is_best or time.monotonic() - self._saved_at >= self._every_s
         if is_due:
             self.save()
         return is_due
@@ -209,28 +303,63 @@ class Checkpoint:
     def _save_and_exit(self) -> None:
         self.save()
         log.warning("%s told this process to end: saved %s", signals.requested_signal(), self.path)
-        raise signals.Interrupted
+        signals.end()
 
-    def _read(self) -> dict[str, Any]:
-        try:
-            saved = torch.load(self.path, map_location="cpu", weights_only=True)
-            kind, states = saved["format"], dict(saved["parts"])
-        except OSError as error:
-            raise ArgumentError(
-                f"{self.path} can't be read as a checkpoint: {error.strerror}; give another path"
-            ) from error
-        except Exception as error:
-            # Torch's own message is about settings that users can't make here.
-            raise ArgumentError(
-                f"{self.path} can't be read as a checkpoint: distcollect.Checkpoint didn't write "
-                "it, or it is damaged; give another path, or remove it to start again"
-            ) from error
-        if kind != _FORMAT:
-            raise ArgumentError(
-                f"{self.path} has format {kind}, this version reads {_FORMAT}: use the version of "
-                "distcollect that wrote it, or another path"
-            )
-        return states
+
+def _metrics(collectors: Sequence[DataCollectorBase]) -> list[str]:
+    return list(collectors[0].stats().episodes.metrics) if collectors else []
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        saved: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        kind, _ = saved["format"], dict(saved["parts"])
+    except OSError as error:
+        raise ArgumentError(
+            f"{path} can't be read as a checkpoint: {error.strerror}; give another path"
+        ) from error
+    except Exception as error:
+        # Torch's own message is about settings that users can't make here.
+        raise ArgumentError(
+            f"{path} can't be read as a checkpoint: distcollect.Checkpoint didn't write it, or it "
+            "is damaged; give another path, or remove it to start again"
+        ) from error
+    if kind != _FORMAT:
+        raise ArgumentError(
+            f"{path} has format {kind}, this version reads {_FORMAT}: use the version of "
+            "distcollect that wrote it, or another path"
+        )
+    return saved
+
+
+def _link(path: Path, other: Path) -> None:
+    """Give a file a second name, which another file may have; a copy would take its time."""
+    draft = other.with_name(f".{other.name}.{os.getpid()}")
+    draft.unlink(missing_ok=True)
+    os.link(path, draft)
+    draft.replace(other)
+
+
+def _random_states() -> dict[str, Any]:
+    """The states of the global generators, in plain values and tensors."""
+    numpy_state: Any = np.random.get_state(legacy=False)  # noqa: NPY002
+    values = numpy_state["state"]
+    plain = {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in values.items()}
+    has_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if has_gpu else [],
+        "numpy": {**numpy_state, "state": plain},
+        "python": random.getstate(),
+    }
+
+
+def _set_random_states(states: Mapping[str, Any]) -> None:
+    torch.set_rng_state(states["torch"])
+    if states["cuda"] and torch.cuda.device_count() == len(states["cuda"]):
+        torch.cuda.set_rng_state_all(states["cuda"])
+    np.random.set_state(states["numpy"])  # noqa: NPY002
+    random.setstate(states["python"])
 
 
 def _check_loadable(draft: Path, states: Mapping[str, Any]) -> None:

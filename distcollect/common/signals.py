@@ -23,7 +23,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 log = logging.getLogger(__name__)
 
@@ -151,7 +151,7 @@ def go_on_noting() -> None:
     """Note Ctrl-C again if that has ended; notebooks set Python's handler before each cell."""
     is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if _open and is_default and _is_main_thread():
-        signal.signal(signal.SIGINT, _on_ctrl_c)
+        signal.signal(signal.SIGINT, _note if signal.SIGINT in _previous else _on_ctrl_c)
 
 
 def _note_no_longer(number: int) -> None:
@@ -203,18 +203,19 @@ def _look_again() -> None:
 # Signals that ask this process to end.
 
 
-def watch(save_and_exit: Callable[[], None]) -> None:
+def watch(save_and_exit: Callable[[], None], *, ctrl_c: bool = False) -> None:
     """Note the signals from now on; :func:`check` then calls ``save_and_exit``.
 
     Args:
-        save_and_exit: saves, and raises :class:`Interrupted`.
+        save_and_exit: saves, and calls :func:`end`.
+        ctrl_c: Ctrl-C is one of them; when it comes twice, the second one has its usual effect.
     """
     global _save_and_exit  # noqa: PLW0603
     _save_and_exit = save_and_exit
     if not _is_main_thread():
         log.warning("a Checkpoint that is not made on the main thread sees no signals")
         return
-    for number in SIGNALS:
+    for number in (*SIGNALS, *[signal.SIGINT][: int(ctrl_c)]):
         if signal.getsignal(number) is not _note:
             # None: it was not set by Python, which so can't restore it.
             _previous[number] = signal.signal(number, _note) or signal.SIG_DFL
@@ -225,10 +226,29 @@ def requested_signal() -> str:
     return _requested
 
 
+def end() -> NoReturn:
+    """Raise what the signal asked for.
+
+    Raises:
+        KeyboardInterrupt: it was Ctrl-C. In a notebook the user may go on after that.
+        Interrupted: it was another one.
+    """
+    global _requested  # noqa: PLW0603
+    if _requested == signal.SIGINT.name:
+        _requested = ""
+        raise KeyboardInterrupt
+    raise Interrupted
+
+
 def _note(number: int, frame: FrameType | None) -> None:
     global _requested  # noqa: PLW0603
+    if number == signal.SIGINT and _requested:
+        _on_ctrl_c(number, frame)
+        return
     _requested = signal.Signals(number).name
     _wake()
+    if number == signal.SIGINT:
+        return
     previous = _previous.get(number)
     if callable(previous):
         previous(number, frame)

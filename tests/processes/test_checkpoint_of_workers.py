@@ -30,9 +30,16 @@ def test_goes_on_where_it_was(tmp_path: Path) -> None:
     check_goes_on_where_it_was(tmp_path, dc.MultiSyncDataCollector)
 
 
-@pytest.mark.parametrize(("mode", "number"), [("step", signal.SIGTERM), ("wait", signal.SIGUSR2)])
+@pytest.mark.parametrize(
+    ("mode", "number", "exit_code"),
+    [
+        ("step", signal.SIGTERM, signals.EXIT_TO_RESUME),
+        ("wait", signal.SIGUSR2, signals.EXIT_TO_RESUME),
+        ("wait", signal.SIGINT, -signal.SIGINT),
+    ],
+)
 def test_a_signal_saves_and_ends(
-    tmp_path: Path, marked: Marked, mode: str, number: signal.Signals
+    tmp_path: Path, marked: Marked, mode: str, number: signal.Signals, exit_code: int
 ) -> None:
     """Both in the training loop and while the collector waits for slow frames."""
     path = tmp_path / "c.pt"
@@ -43,7 +50,7 @@ def test_a_signal_saves_and_ends(
         assert next(lines) == "new 0\n"
         assert next(lines) == "running\n"
         process.send_signal(number)
-        assert process.wait(timeout=40) == signals.EXIT_TO_RESUME
+        assert process.wait(timeout=40) == exit_code
     assert marked.gone()
     saved = torch.load(path, weights_only=True)["parts"]["collector"]
     assert saved["frames"] >= 50

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
+import numpy as np
 import pytest
 import torch
 from helpers.checkpointing import check_goes_on_where_it_was
@@ -65,6 +68,80 @@ def test_every_file_can_be_loaded_again(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["c.pt"]
     assert dc.Checkpoint(path, counter=counter, policy=policy).load()
     assert counter.state == 1
+
+
+class Echo(gym.Env[Any, Any]):
+    """One step long; its return is the action."""
+
+    observation_space = gym.spaces.Box(0.0, 1.0, (1,))
+    action_space = gym.spaces.Box(-10.0, 10.0, (1,))
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        return np.zeros(1, np.float32), float(action[0]), True, False, {}
+
+
+class Constant(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = nn.Parameter(torch.zeros(1))
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        return self.value.expand(len(observation), 1)
+
+
+def test_the_last_files_and_the_best_are_kept(tmp_path: Path) -> None:
+    """Evaluations count more than what training saw, and the best is known after a restart."""
+
+    def train(collector: Any, values: tuple[float, ...]) -> list[bool]:
+        saved = []
+        for value in values:
+            nn.init.constant_(policy.value, value)
+            progress["value"] = value
+            collector.evaluate(1)
+            saved.append(checkpoint.step())
+            if not saved[-1]:
+                checkpoint.save()
+        return saved
+
+    policy, progress = Constant(), {"value": 0.0}
+    kwargs: dict[str, Any] = {"every_s": 1e6, "keep_last": 3, "best": "return"}
+    with dc.SyncDataCollector(Echo, policy, frames_per_batch=4) as collector:
+        parts = {"policy": policy, "progress": progress, "collector": collector}
+        checkpoint = dc.Checkpoint(tmp_path / "c.pt", **kwargs, **parts)
+        nn.init.constant_(policy.value, 9.0)
+        collector.next()
+        assert not checkpoint.step()
+        checkpoint.save()
+        assert checkpoint.best_path.exists()
+        assert train(collector, (1, 5, 3, 2, 4)) == [True, True, False, False, False]
+    found = {}
+    for file in tmp_path.iterdir():
+        with dc.SyncDataCollector(Echo, policy, frames_per_batch=4) as collector:
+            parts["collector"] = collector
+            assert dc.Checkpoint(tmp_path / "c.pt", **parts).load(file)
+            assert policy.value.item() == progress["value"]
+            found[file.name] = progress["value"]
+    assert found == {"c-best.pt": 5, "c-4.pt": 3, "c-5.pt": 2, "c.pt": 4}
+    with dc.SyncDataCollector(Echo, policy, frames_per_batch=4) as collector:
+        parts["collector"] = collector
+        checkpoint = dc.Checkpoint(tmp_path / "c.pt", **kwargs, **parts)
+        assert checkpoint.load()
+        assert train(collector, (4.5, 6.0)) == [False, True]
+
+
+def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
+    def draw() -> tuple[float, ...]:
+        return torch.rand(()).item(), np.random.rand(), random.random(), random.gauss(0, 1)  # noqa: NPY002
+
+    checkpoint = dc.Checkpoint(tmp_path / "c.pt", progress={})
+    draw()
+    checkpoint.save()
+    drawn = draw()
+    checkpoint.load()
+    assert draw() == drawn
 
 
 def start_of_job(monkeypatch: pytest.MonkeyPatch, job: str, restarts: int) -> None:

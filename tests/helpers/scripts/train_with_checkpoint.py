@@ -35,7 +35,9 @@ def main():
     with dc.RPCDataCollector(
         Slow, frames_per_batch=10, num_workers=1, faults=dc.Faults(stop_timeout_s=1.0)
     ) as collector:
-        checkpoint = dc.Checkpoint(path, policy=policy, collector=collector, every_s=3600)
+        checkpoint = dc.Checkpoint(
+            path, policy=policy, collector=collector, every_s=3600, save_on_ctrl_c=True
+        )
         print("resumed" if checkpoint.load() else "new", collector.frames, flush=True)
         while True:
             collector.next()
