@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from distcollect.transport.protocol import Server, Service, Transport
 from distcollect.transport.rpc import RpcTransport
-from distcollect.transport.rpc_agents import missing_symbols
 from distcollect.transport.rpc_server import RpcServer
 
 
@@ -24,8 +23,3 @@ def start_transport(address: str) -> Transport:
 def start_server(service: Service, address: str) -> Server:
     """Answer the calls of trainers for ``service``; the rest is as in :func:`start_transport`."""
     return RpcServer(service, address)
-
-
-def missing_parts() -> list[str]:
-    """Return the names of what the transport needs and the installed torch lacks."""
-    return missing_symbols()

@@ -321,7 +321,6 @@ def test_doctor_by_torchrun(network: Network, tmp_path: Path) -> None:
             said,
             re.M,
         ), said
-    assert re.search(r"^node2 +node3 +[\d.]+ ms +(?:\d+\.\d\d|[\d,]+) MB/s", said, re.M), said
     assert "broadcast to all 2 workers" in said
     assert re.search(r"^names +3 PROBLEMS", said, re.M)
     assert len(re.findall(r" PROBLEM", said)) == 1, said

@@ -161,6 +161,6 @@ def test_doctor(address: str) -> None:
         timeout=200,
         check=False,
     )
-    assert "1 node(s) with 2 CPU" in done.stdout, done.stdout + done.stderr
-    assert "2 process(es) in the Ray cluster, one of them on each node" in done.stdout
+    assert "1 node(s), with 2 free CPU(s)" in done.stdout, done.stdout + done.stderr
+    assert "2 process(es), rank 0 is the trainer" in done.stdout
     assert done.returncode == 0, done.stdout

@@ -10,10 +10,7 @@ from distcollect.commands.doctor.host_report import FILES, FILES_PER_WORKER, SHM
 
 # Ranks must agree in so many parts of a version; the others may differ.
 _PARTS = 2
-_MUST_MATCH = ("python", "torch", "tensordict", "gymnasium", "distcollect")
 _MIN_SHM_BYTES = 256 << 20
-_MAX_SKEW_S = 1.0
-_MAX_IDLE_CORES = 0.1
 
 
 class Finding(NamedTuple):
@@ -36,8 +33,8 @@ def check_versions(reports: Sequence[HostReport]) -> Iterator[Finding]:
     """Check that all ranks have the trainer's versions."""
     remedy = "install the same version on all hosts (pip install -c constraints/tested.txt)"
     for report in reports[1:]:
-        for name in _MUST_MATCH:
-            mine, theirs = reports[0].versions[name], report.versions[name]
+        for name, mine in reports[0].versions.items():
+            theirs = report.versions[name]
             if _short(mine) != _short(theirs):
                 problem = f"its {name} is {theirs}, the trainer's is {mine}"
                 yield Finding("versions", report.where, problem, remedy)
@@ -52,18 +49,12 @@ def check_host(report: HostReport, num_hosts: int, num_workers: int) -> Iterator
     checks = [*_interface(report), *_limits(report, num_workers)]
     if num_hosts > 1:
         checks += _own_name(report)
-    if report.missing:
-        problem = f"torch {report.versions['torch']} lacks {', '.join(report.missing)}"
-        checks.append(("torch", problem, "use the torch version that constraints/tested.txt names"))
     for topic, problem, remedy in checks:
         yield Finding(topic, report.where, problem, remedy)
 
 
 def _limits(report: HostReport, num_workers: int) -> Iterator[tuple[str, str, str]]:
-    """Check ports, open files and memory; topic, problem and remedy."""
-    if "ports" in report.problems:
-        remedy = "MASTER_ADDR or DISTCOLLECT_LISTEN must name an address of this host on a private "
-        yield "ports", report.problems["ports"], f"{remedy}network"
+    """Check open files and memory; topic, problem and remedy."""
     needed = FILES + FILES_PER_WORKER * (num_workers if report.rank == 0 else 1)
     if 0 <= report.max_files < needed:
         problem = (
@@ -72,8 +63,8 @@ def _limits(report: HostReport, num_workers: int) -> Iterator[tuple[str, str, st
         )
         remedy = f"ulimit -Hn {max(needed, 4096)} before it is started"
         yield "files", problem, f"{remedy} (or LimitNOFILE, nofile in limits.conf)"
-    if "memory" in report.problems:
-        problem = f"it can't make memory that others map: {report.problems['memory']}"
+    if report.memory_problem:
+        problem = f"it can't make memory that others map: {report.memory_problem}"
         remedy = "raise its memory limit; until then rollouts and weights are sent, not shared"
         yield "memory", problem, remedy
     if 0 <= report.shm_bytes < _MIN_SHM_BYTES:
@@ -85,7 +76,7 @@ def _limits(report: HostReport, num_workers: int) -> Iterator[tuple[str, str, st
 
 
 def _interface(report: HostReport) -> Iterator[tuple[str, str, str]]:
-    """Check that a rank's interface exists, and that no variable names a wrong one."""
+    """Check that no variable names a wrong interface, and that RPC uses the rank's address."""
     names = ", ".join(report.interfaces)
     for name, value in report.variables.items():
         # NCCL allows a list, with "=" before an exact name and "^" before an excluded one.
@@ -94,10 +85,6 @@ def _interface(report: HostReport) -> Iterator[tuple[str, str, str]]:
             problem = f"{name}={value}, but the host's interfaces are {names}"
             remedy = f"unset {name}: distcollect uses the interface that leads to the trainer"
             yield "interface", problem, remedy
-    if not report.interface:
-        problem = f"none of its interfaces has its address {report.address}"
-        remedy = "set TP_SOCKET_IFNAME to the interface that leads to the trainer"
-        yield "interface", problem, remedy
     first = report.interfaces.get(report.interface, [report.address])[0]
     if report.interface != "lo" and first != report.address:
         problem = (
@@ -125,17 +112,8 @@ def _own_name(report: HostReport) -> Iterator[tuple[str, str, str]]:
     yield "names", problem, remedy
 
 
-def check_link(
-    trainer: HostReport, report: HostReport, skew_s: float, *, mapped: bool
-) -> Iterator[Finding]:
-    """Check the clock of a rank, and that the trainer can map its memory if it is on its host."""
-    if abs(skew_s) > _MAX_SKEW_S:
-        problem = (
-            f"its clock is {abs(skew_s):.1f} s {'ahead of' if skew_s > 0 else 'behind'} the "
-            "trainer's: times in logs and files of a run can't be compared"
-        )
-        remedy = "let NTP or chrony set the clocks of all hosts"
-        yield Finding("clocks", report.where, problem, remedy)
+def check_sharing(trainer: HostReport, report: HostReport, *, mapped: bool) -> Iterator[Finding]:
+    """Check that the trainer can map the memory of a rank on its host."""
     if not mapped and report.host_id == trainer.host_id:
         problem = "it is on the trainer's host, but the trainer may not map its memory: rollouts "
         remedy = (
@@ -143,14 +121,3 @@ def check_link(
             "/proc/sys/kernel/yama/ptrace_scope, hidepid and seccomp"
         )
         yield Finding("memory", report.where, f"{problem}are sent", remedy)
-
-
-def check_idle(where: str, cores: float) -> Iterator[Finding]:
-    """Check that a rank uses no CPU time while it waits."""
-    if cores > _MAX_IDLE_CORES:
-        problem = f"its process uses {cores:.2f} of a core while it waits"
-        remedy = (
-            "something in it polls: look for threads started by sitecustomize, by a profiler or by "
-            "another RPC framework"
-        )
-        yield Finding("idle", where, problem, remedy)

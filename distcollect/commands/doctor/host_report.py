@@ -7,21 +7,17 @@ import os
 import platform
 import shutil
 import socket
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import gymnasium
-import numpy as np
 import tensordict
 import torch
 
 from distcollect.common import open_files
 from distcollect.common.shared_memory import allocate
-from distcollect.errors import LaunchError
 from distcollect.launch.cpu_placement import Host, cgroup_folders
-from distcollect.net.interfaces import interface_of, interfaces, listen
-from distcollect.transport.start import missing_parts
+from distcollect.net.interfaces import interface_of, interfaces
 from distcollect.version import __version__
 
 # Each names a network interface: for torch's RPC, Gloo and NCCL.
@@ -46,7 +42,6 @@ class HostReport:
         host: its host's name.
         host_id: equal for ranks that share network interfaces and process ids.
         versions: versions of Python and of packages, by name.
-        missing: the parts of torch that distcollect needs and this torch lacks.
         interfaces: maps each interface of its host to its addresses.
         address: the address by which the others reach it.
         interface: the interface that has this address; "" if none has.
@@ -57,14 +52,13 @@ class HostReport:
         shm_bytes: free bytes in /dev/shm; -1: there is no /dev/shm.
         free_bytes: of memory that it and its children can still get; -1: not known.
         num_ports: how many ports its host gives to those who ask for any; -1: not known.
-        problems: what it tried and could not do, by topic.
+        memory_problem: why it can't make memory that others map; "" if it can.
     """
 
     rank: int
     host: str
     host_id: str
     versions: dict[str, str]
-    missing: list[str]
     interfaces: dict[str, list[str]]
     address: str
     interface: str
@@ -75,7 +69,7 @@ class HostReport:
     shm_bytes: int
     free_bytes: int = -1
     num_ports: int = -1
-    problems: dict[str, str] = field(default_factory=dict)
+    memory_problem: str = ""
 
     @property
     def where(self) -> str:
@@ -102,9 +96,11 @@ def inspect_host(rank: int, address: str) -> HostReport:
         rank: the rank of this process.
         address: the address by which others reach it.
     """
-    problems: dict[str, str] = {}
-    _attempt(problems, "ports", lambda: listen(address).close())
-    _attempt(problems, "memory", lambda: allocate(1 << 20))
+    memory_problem = ""
+    try:
+        allocate(1 << 20)
+    except OSError as error:
+        memory_problem = str(error)
     return HostReport(
         rank=rank,
         host=platform.node(),
@@ -114,10 +110,8 @@ def inspect_host(rank: int, address: str) -> HostReport:
             "torch": torch.__version__,
             "tensordict": tensordict.__version__,
             "gymnasium": gymnasium.__version__,
-            "numpy": np.__version__,
             "distcollect": __version__,
         },
-        missing=missing_parts(),
         interfaces=interfaces(),
         address=address,
         interface=interface_of(address) or "",
@@ -128,7 +122,7 @@ def inspect_host(rank: int, address: str) -> HostReport:
         shm_bytes=shutil.disk_usage(SHM).free if os.path.ismount(SHM) else -1,
         free_bytes=read_free_bytes(),
         num_ports=read_num_ports(),
-        problems=problems,
+        memory_problem=memory_problem,
     )
 
 
@@ -168,13 +162,6 @@ def read_free_bytes(
                 granted = int((folder / limit).read_text())
                 free.append(granted - int((folder / used).read_text()))
     return max(0, min(free)) if free else -1
-
-
-def _attempt(problems: dict[str, str], topic: str, work: Callable[[], object]) -> None:
-    try:
-        work()
-    except (LaunchError, OSError) as error:
-        problems[topic] = str(error)
 
 
 def _host_id() -> str:

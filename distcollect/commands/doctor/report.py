@@ -12,13 +12,13 @@ from distcollect.commands.doctor.ranks import Link
 from distcollect.common.tables import text_table
 
 
-def ranks(reports: Iterable[HostReport], whys: Mapping[int, str]) -> str:
-    """Return a table of all ranks, with their addresses and why they use them."""
-    rows = [("rank", "host", "address", "interface", "cores", "files", "chosen by")]
+def ranks(reports: Iterable[HostReport]) -> str:
+    """Return a table of all ranks, with their addresses."""
+    rows = [("rank", "host", "address", "interface", "cores", "files")]
     for r in reports:
         counts = str(r.num_cores), str(r.max_files)
-        rows.append((str(r.rank), r.host, r.address, r.interface or "none", *counts, whys[r.rank]))
-    return text_table(rows, left=(1, 2, 3, 6))
+        rows.append((str(r.rank), r.host, r.address, r.interface or "none", *counts))
+    return text_table(rows, left=(1, 2, 3))
 
 
 def capacities(reports: Sequence[HostReport]) -> str:
@@ -32,24 +32,13 @@ def capacities(reports: Sequence[HostReport]) -> str:
 
 def links(reports: Mapping[int, HostReport], measured: Mapping[int, Link]) -> str:
     """Return a table of the links between the trainer and each worker."""
-    rows = [("rank", "host", "round trip", "RPC fetch", "broadcast", "clock", "rollouts")]
+    rows = [("rank", "host", "round trip", "RPC fetch", "broadcast", "rollouts")]
     for rank, link in measured.items():
-        times = f"{link.round_trip_s * 1e3:.2f} ms", f"{link.skew_s:+.3f} s"
+        round_trip = f"{link.round_trip_s * 1e3:.2f} ms"
         rates = speed(link.fetch_bytes_per_s), speed(link.broadcast_bytes_per_s)
         way = "mapped" if link.shares_memory else "sent"
-        rows.append((str(rank), reports[rank].host, times[0], *rates, times[1], way))
-    return text_table(rows, left=(1, 6))
-
-
-def hops(
-    reports: Mapping[int, HostReport], measured: Mapping[tuple[int, int], tuple[float, float]]
-) -> str:
-    """Return a table of the links between the hosts of workers: seconds to connect, and bytes/s."""
-    rows = [("from", "to", "connect", "TCP")]
-    for (one, other), (connect_s, bytes_per_s) in measured.items():
-        hosts = (reports[one].host, reports[other].host)
-        rows.append((*hosts, f"{connect_s * 1e3:.2f} ms", speed(bytes_per_s)))
-    return text_table(rows, left=(0, 1))
+        rows.append((str(rank), reports[rank].host, round_trip, *rates, way))
+    return text_table(rows, left=(1, 5))
 
 
 def speed(bytes_per_s: float) -> str:

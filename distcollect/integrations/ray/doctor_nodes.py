@@ -2,30 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import secrets
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from distcollect.commands.doctor.ranks import DoctorHello, Ranks, take_part
+from distcollect.commands.doctor.ranks import Ranks, take_part_at
 from distcollect.integrations.ray import cluster as ray_cluster
-from distcollect.net.client import join
-from distcollect.net.messages import TrainerAddress
-
-
-class RayRank:
-    """An actor that is a rank of the doctor."""
-
-    def take_part(self, *, rank: int, host: str, port: int, token: str, timeout_s: float) -> None:
-        """Join the doctor, and answer until it has finished.
-
-        Raises:
-            LaunchError: it can't be reached, or refused.
-        """
-        trainer = TrainerAddress(host, port, token)
-        control, _ = join(lambda: trainer, DoctorHello(), timeout_s, name=f"rank {rank}")
-        take_part(control, rank)
 
 
 class RayNodes:
@@ -51,43 +32,20 @@ class RayNodes:
     @property
     def about(self) -> str:
         """The cluster, in words."""
-        total, free = self._ray.cluster_resources(), self._ray.available_resources()
-        counted = {
-            name: total[name]
-            for name in sorted(total)
-            if not name.startswith(("node:", "object_store"))
-        }
-        return (
-            f"Ray {self._ray.__version__}: {len(self)} node(s) with "
-            f"{ray_cluster.words(counted)}; free now: "
-            f"{ray_cluster.words({name: free.get(name, 0.0) for name in counted})}"
-        )
+        free = self._ray.available_resources().get("CPU", 0.0)
+        return f"Ray {self._ray.__version__}: {len(self)} node(s), with {free:g} free CPU(s)"
 
-    @contextlib.contextmanager
-    def ranks(self, server: Ranks, port: int, token: str, timeout_s: float) -> Iterator[None]:
-        """A rank on each node, from 1 on, in the order of the nodes; killed at the end."""
-        strategy = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
-        actors = []
-        try:
-            for rank, node in enumerate(self._nodes, start=1):
-                options: dict[str, Any] = {
-                    "name": f"distcollect-doctor-{rank}-{secrets.token_hex(3)}",
-                    "num_cpus": 0,
-                    "scheduling_strategy": strategy(node["NodeID"], soft=False),
-                }
-                actor = self._ray.remote(RayRank).options(**options).remote()
-                actors.append(actor)
-                done = actor.take_part.remote(
-                    rank=rank, host=self.address, port=port, token=token, timeout_s=timeout_s
-                )
-                where = f"rank {rank} ({node['NodeManagerHostname']})"
-                done.future().add_done_callback(partial(_report, server, where))
-            yield
-        finally:
-            for actor in actors:
-                self._ray.kill(actor)
+    def start_ranks(self, ranks: Ranks, wait_s: float) -> None:
+        """Start a rank on each node, from 1 on; each ends when the trainer has finished."""
+        on_node = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+        for rank, node in enumerate(self._nodes, start=1):
+            there = on_node(node["NodeID"], soft=False)
+            task = self._ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=there)
+            done = task(take_part_at).remote(ranks.trainer, rank, wait_s)
+            where = f"rank {rank} ({node['NodeManagerHostname']})"
+            done.future().add_done_callback(partial(_report, ranks, where))
 
 
-def _report(server: Ranks, where: str, done: Any) -> None:
+def _report(ranks: Ranks, where: str, done: Any) -> None:
     if (error := done.exception()) is not None:
-        server.failed(where, str(getattr(error, "cause", None) or error))
+        ranks.failed(where, str(getattr(error, "cause", None) or error))
