@@ -16,10 +16,6 @@ from helpers.policies import ShownWeight
 from tensordict import TensorDict
 
 import distcollect as dc
-from distcollect.common.shared_memory import SharedTensor
-from distcollect.rollout.assemble import assemble
-from distcollect.rollout.header import Rollout
-from distcollect.rollout.slab import Slab
 from distcollect.transport import peer_ids
 from distcollect.transport.peer_ids import Identity, identify, identity
 
@@ -255,25 +251,6 @@ def test_a_worker_that_does_not_answer_is_named(
         collector.take_over(reference, 0.1)
     monkeypatch.undo()
     collector.take_over(reference, SOON_S)
-
-
-def test_memory_that_is_shared_can_be_sent_as_well(collector: dc.RPCDataCollector) -> None:
-    """The giving trainer may be on the worker's host, and the taking one on another."""
-    layout = workers_of(collector).worker_infos[0].layout
-    shared, plain = Slab(layout, 3, shared=True), Slab(layout, 3)
-    for slab in (shared, plain):
-        slab.clear()
-        for number, array in enumerate([*slab.frames.values(), *slab.tail.values()]):
-            array[...] = number % 2
-    assert any(isinstance(tensor, SharedTensor) for tensor in shared.tensors())
-    sent = shared.tensors(mapped=False)
-    assert all(isinstance(tensor, torch.Tensor) for tensor in sent)
-    header = collector.hand_over(SOON_S).header._replace(num_steps=3, num_frames=6)
-    batches = [
-        assemble(layout, [Rollout(header._replace(wire_form=slab.wire_form), tensors)])
-        for slab, tensors in ((shared, sent), (plain, plain.tensors()))
-    ]
-    assert (batches[0] == batches[1]).all()
 
 
 def test_a_process_remains_the_trainer_that_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,11 +15,12 @@ from distcollect.pool.worker_slots import BatchPlan
 from distcollect.rollout.header import Rollout
 
 NUM_BATCHES = 2000
+NUM_SYNC = NUM_BATCHES // 2  # these have several rollouts each
 DROP_NONE = Staleness(0, mode="drop")
 
 
 SYNC = BatchPlan(
-    sync=True, num_rollouts=4, num_envs=1, num_steps=FRAMES, num_frames=NUM_BATCHES * 4 * FRAMES
+    sync=True, num_rollouts=4, num_envs=1, num_steps=FRAMES, num_frames=NUM_SYNC * 4 * FRAMES
 )
 
 
@@ -145,7 +146,7 @@ def test_churn(
     hands: float,
 ) -> None:
     run = Run(seed, plan, staleness=staleness, num_workers=4, faults=0.08, hands=hands)
-    run.run(NUM_BATCHES)
+    run.run(NUM_SYNC if plan.sync else NUM_BATCHES)
     run.finish()
     kinds = ["died collecting", "failed", "given up", "drained"]
     if hands < 1:

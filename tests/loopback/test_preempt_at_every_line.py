@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from concurrent.futures import Future
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import gymnasium as gym
 import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from helpers.interrupting import LineTracer
+from helpers.interrupting import ALL_LINES, LineTracer
 
 from distcollect.common.threads import do_jobs
 from distcollect.engine.pickled_plan import TensorTable
@@ -19,6 +20,8 @@ from distcollect.transport.protocol import CollectRequest
 from distcollect.worker.service import Worker
 
 T = 6
+# Every third line is tried, unless all are to be.
+STRIDE = 1 if os.environ.get(ALL_LINES) else 3
 
 
 def cart_pole() -> Any:
@@ -101,6 +104,6 @@ def test_a_preemption_in_any_line(maker: Any, ahead: int) -> None:
         following = rollouts.collect().num_frames
         wanted = {T} if ahead < 1 else {1} if at_once else {1, T}
         assert following in wanted, f"line {line}"
-        line += 1
-    assert num_exact > 100
+        line += STRIDE
+    assert num_exact > 100 // STRIDE
     assert made >= T - 1

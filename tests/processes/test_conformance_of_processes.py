@@ -15,10 +15,8 @@ from helpers.batch_contract import (
     HEAVY,
     LIGHT,
     SPACES,
-    check_a_maker_for_each_worker,
     check_contract,
     check_info_keys,
-    check_trajectories_do_not_depend_on_the_number_of_workers,
     same,
 )
 from helpers.counting_envs import ASYNC_KINDS, CountingEnv
@@ -80,10 +78,6 @@ def test_worker_processes(delivery: str, kind: str, spaces: tuple[str, str]) -> 
     check_contract(delivery, kind, spaces)
 
 
-def test_a_maker_for_each_worker() -> None:
-    check_a_maker_for_each_worker("rpc-async")
-
-
 def test_same_seed_same_batches() -> None:
     """Equal bit for bit: the envs, random actions at the start, the policy's noise, and all ids."""
     torch.manual_seed(0)
@@ -102,10 +96,6 @@ def test_same_seed_same_batches() -> None:
     for one, other in zip(first, again, strict=True):
         assert same(one, other)
     assert not torch.equal(first[3]["observation"], first[7]["observation"])
-
-
-def test_trajectories_do_not_depend_on_the_number_of_workers() -> None:
-    check_trajectories_do_not_depend_on_the_number_of_workers("rpc-sync", False)
 
 
 class FramesOfHalves(AsyncVectorEnv):

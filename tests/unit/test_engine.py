@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from itertools import count
 from typing import Any
 
@@ -64,30 +63,6 @@ def test_the_newest_of_several_versions_and_random_frames(kind: str) -> None:
     assert (collect(engine, T, slab=slab, fresh=True)["told"] == 3).all()
 
 
-@pytest.mark.parametrize("kind", ["plain", "native-next"])
-def test_weights_from_another_thread(kind: str) -> None:
-    engine = engine_of(Told(), kind)
-    stop = threading.Event()
-
-    def receive() -> None:
-        version = 0
-        while not stop.wait(0.0002):
-            version += 1
-            offer(engine.weights, version)
-
-    thread = threading.Thread(target=receive)
-    thread.start()
-    try:
-        batches = [collect(engine, 50) for _ in range(20)]
-    finally:
-        stop.set()
-        thread.join()
-    versions = torch.cat([batch["collector", "policy_version"] for batch in batches], 1)
-    assert torch.equal(torch.cat([batch["told"] for batch in batches], 1).long(), versions)
-    assert (versions.diff(dim=1) >= 0).all()
-    assert versions.unique().numel() > 20
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_stop(kind: str) -> None:
     """The running step is finished, no other begins; and the engine stays stopped."""
@@ -103,15 +78,6 @@ def test_stop(kind: str) -> None:
     with pytest.raises(Stopped):
         collect(engine, T)
     assert policy.calls == start + 3
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_slab_that_is_used_again_shows_nothing_of_before(kind: str) -> None:
-    """Two engines in the same state, one with a new slab for each rollout."""
-    one, other = engine_of(Told(), kind), engine_of(Told(), kind)
-    slab = Slab(one.layout, T)
-    for _ in range(6):
-        assert (collect(one, T, slab=slab) == collect(other, T)).all()
 
 
 # Rows that drift apart.

@@ -235,12 +235,12 @@ def test_a_reset_of_all_rows_that_raises() -> None:
 
 
 def stumbling(context: dc.EnvContext) -> StumblingEnv:
-    """The second env of each worker raises after 5 steps; each env that replaces it after 20."""
+    """The second env of each worker raises after 5 steps; each env that replaces it after 35."""
     if context.env_index != 1:
         return StumblingEnv(gym.make("CartPole-v1"), None)
     first = not _stumbled
     _stumbled.append(True)
-    return StumblingEnv(gym.make("CartPole-v1"), 5 if first else 20)
+    return StumblingEnv(gym.make("CartPole-v1"), 5 if first else 35)
 
 
 _stumbled: list[bool] = []

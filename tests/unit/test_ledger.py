@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 
 from distcollect.pool.ledger import Ledger
@@ -35,23 +33,6 @@ def test_env_faults_of_all_processes_of_a_worker() -> None:
     assert str(report).splitlines()[0].endswith("env faults")
     assert str(report).splitlines()[-1].endswith(" 6")
     assert "env faults" not in str(announced(0).report())
-
-
-@pytest.mark.parametrize("settle", ["deliver", "lose"])
-@pytest.mark.parametrize("ended", [True, False])
-def test_a_rollout_is_settled_once(settle: str, *, ended: bool) -> None:
-    ledger = announced(0, 1)
-    ledger.deliver(3, 0, 0)
-    if ended:
-        ledger.end(3, 0, "worker_lost", stepped=25)
-        ledger.lose(3, 0, 1, "worker_lost")
-    before = ledger.report()
-    again = partial(ledger.deliver, 3, 0, 0)
-    if settle == "lose":
-        again = partial(ledger.lose, 3, 0, 0, "stale")
-    with pytest.raises(KeyError):
-        again()
-    assert ledger.report() == before
 
 
 @pytest.mark.parametrize("sequence", [0, 1, 3])

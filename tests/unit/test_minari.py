@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,8 @@ class Nested(gym.Env[Any, Any]):
     )
     action_space = spaces.Dict({"turn": spaces.MultiDiscrete([2, 3]), "go": spaces.Discrete(2)})
 
-    def __init__(self, number: int) -> None:
-        self.number, self.fails_at = number, 3 if number == 2 else None
+    def __init__(self, number: int, *, fails: bool = False) -> None:
+        self.number, self.fails_at = number, 3 if fails else None
 
     def _observed(self) -> dict[str, Any]:
         step = self.steps
@@ -68,13 +69,16 @@ class Nested(gym.Env[Any, Any]):
 
 
 def saved_episodes(folder: Path) -> TensorDict:
-    """Frames of envs whose episodes have 4 and 5 frames; those of a third env fail at the third."""
+    """Frames of envs whose episodes have 4, 5 and 6 frames; a third env fails twice before that."""
+    num_made = count()
     with (
         dc.SyncDataCollector(
-            lambda context: Nested(context.env_index),
+            lambda context: Nested(
+                context.env_index, fails=context.env_index == 2 and next(num_made) < 2
+            ),
             frames_per_batch=3 * 7,
             envs_per_worker=3,
-            faults=dc.Faults(max_env_faults=99),
+            faults=dc.Faults(max_env_faults=2),
         ) as collector,
         SavedFrames(folder, 3 * 7 * 3 - 1, SETTINGS) as saved,
     ):
@@ -90,8 +94,8 @@ def test_episodes_are_whole_and_in_order(tmp_path: Path) -> None:
     counts = target.write(tmp_path / "frames", len(frames), env, SETTINGS)
     data = minari.load_dataset(NAME)
     assert (data.total_episodes, data.total_steps) == counts
-    # Of 21 frames of env 0 and of 20 of env 1, which lacks the last.
-    assert sorted(len(episode.rewards) for episode in data) == [*[4] * 5, *[5] * 4]
+    # Of 21 frames each. Env 2 lacks the last one, and failed twice after two frames.
+    assert sorted(len(episode.rewards) for episode in data) == [*[4] * 5, *[5] * 4, *[6] * 2]
     for episode in data.iterate_episodes():
         length = len(episode.rewards)
         number = length - 4
@@ -103,7 +107,7 @@ def test_episodes_are_whole_and_in_order(tmp_path: Path) -> None:
         assert (seen["arm"][1] == np.stack([steps % 2, 0 * steps + 1], 1)).all()
         assert (episode.rewards == steps[1:] + number / 8).all()
         ends = steps[1:] == length
-        assert (episode.terminations == (ends & (number == 0))).all()
+        assert (episode.terminations == (ends & (number != 1))).all()
         assert (episode.truncations == (ends & (number == 1))).all()
     of_traj: dict[int, list[Any]] = {}
     for frame in frames:
