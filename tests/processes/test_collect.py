@@ -99,8 +99,14 @@ def test_goes_on_where_it_was_cut_off(
     frames = TensorDict.load_memmap(out)
     assert (frames[:first] == kept).all()
     check_frames(frames)
+    assert cli.main(arguments(out, seed=5, frames=4100)) == 0
+    more = TensorDict.load_memmap(out)
+    assert len(more) == recorded(out) == 4100
+    assert (more[:4000] == frames).all()
+    check_frames(more)
     before = (out / "collect.json").read_bytes()
     assert cli.main(arguments(out, seed=5)) == 0  # nothing is left to do
+    assert f"4,100 frames are in {out} already" in capsys.readouterr().err
     assert (out / "collect.json").read_bytes() == before
     assert not marked.left()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import sys
 from collections.abc import Callable
@@ -47,7 +48,7 @@ def test_a_folder_with_other_content_or_settings_is_refused(
     with SavedFrames(out, 20, settings) as saved:
         assert "another process is writing there" in refused(out, capsys)
         saved.add(cartpole())
-    assert "frames 20, not 30; seed None, not 4" in refused(out, capsys, seed=4, frames=30)
+    assert "other settings: seed None, not 4" in refused(out, capsys, seed=4, frames=30)
     (out / "collect.json").write_text("{}")
     assert "is no record of format 1" in refused(out, capsys)
     message = "can't be a folder of frames (Not a directory): name another"
@@ -96,14 +97,38 @@ def test_a_tensordict_that_writes_no_slashes(
         saved.add(sampled(SPACES["dict"])[0])
 
 
+def cut_off(monkeypatch: pytest.MonkeyPatch, folder: Path, batch: TensorDict) -> None:
+    """End a process in the middle of making the files longer."""
+    replace, replaced = Path.replace, itertools.count()
+
+    def replace_one(path: Path, target: Path) -> Path:
+        if next(replaced):
+            raise KeyboardInterrupt
+        return replace(path, target)
+
+    with SavedFrames(folder, 20, {}) as saved, monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", replace_one)
+        with pytest.raises(KeyboardInterrupt):
+            saved.add(batch)
+
+
 @pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)
-def test_what_is_written_is_what_is_read(space: gym.Space[Any], tmp_path: Path) -> None:
+def test_what_is_written_is_what_is_read(
+    space: gym.Space[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if space == SPACES["dict"] and version_of("tensordict") < (0, 13):
         pytest.skip("TensorDict writes no slashes before version 0.13")
     batches = sampled(space, num_envs=2)
-    with SavedFrames(tmp_path, 30, {}) as saved:
-        assert [saved.add(batch) for batch in batches] == [12, 12, 6]
+    with SavedFrames(tmp_path, 12, {}) as saved:
+        assert saved.add(batches[0]) == 12
         assert saved.is_complete
+    cut_off(monkeypatch, tmp_path, batches[1])
+    with SavedFrames(tmp_path, 30, {}) as saved:
+        assert (saved.frames, saved.is_complete) == (12, False)
+        assert [saved.add(batch) for batch in batches[1:]] == [12, 6]
+        assert saved.is_complete
+    with SavedFrames(tmp_path, 7, {}) as saved:
+        assert (saved.frames, saved.is_complete) == (30, True)
     whole = torch.cat([batch.reshape(-1) for batch in batches])[:30]
     read = TensorDict.load_memmap(tmp_path)
     for key, value in whole.items(include_nested=True, leaves_only=True):

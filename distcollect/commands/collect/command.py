@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = partial(declare, parser.add_argument)
     add("--env ID", 'a Gymnasium id, or "module:ID"', required=True)
     add("--frames N", "number of frames", type=count, required=True)
-    about = "a new folder; or the folder of an interrupted call, to continue it"
+    about = "a new folder; or one of an earlier call, to continue up to N frames"
     add("--out DIR", about, type=Path, required=True)
     add_policy_arguments(parser)
     add("--deterministic", "take the policy's most likely actions", action="store_true")
@@ -80,7 +80,7 @@ def _collect(given: argparse.Namespace) -> int:
     settings["policy"] = policy.identity
     with SavedFrames(given.out, given.frames, settings) as saved:
         if saved.is_complete:
-            _print(f"all {saved.frames:,} frames are in {given.out} already")
+            _print(f"{saved.frames:,} frames are in {given.out} already")
         else:
             try:
                 _fill(saved, given, policy)

@@ -2,7 +2,8 @@
 
 ``TensorDict.load_memmap(folder)`` is a TensorDict ``[N]`` for all frames; the first ``frames`` of
 them, a number in the folder's ``collect.json``, are written. That number is raised only after the
-frames have reached the disk, so the first ``frames`` are complete however the writer ends.
+frames have reached the disk, so the first ``frames`` are complete however the writer ends. The
+files can be made longer: N never gets smaller.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from distcollect.errors import ArgumentError, CollectorStateError
 RECORD = "collect.json"
 _DRAFT = f".{RECORD}"
 _DESCRIPTION = "meta.json"  # TensorDict's, in each folder of frames
+_LONGER = ".longer"  # a folder of empty files that have the length to come
 _FORMAT = 1
 _RECORD_EVERY_S = 1.0  # a process that is killed loses at most the frames of this time
 _GIB = 1 << 30
@@ -48,7 +50,7 @@ class SavedFrames:
         Args:
             folder: a folder that is new, empty, or from an earlier call with the same settings;
                 with any settings if that wrote no frames.
-            num_frames: N, how many frames the folder is to hold.
+            num_frames: how many frames the folder is to hold; it may hold more already.
             settings: what the frames depend on, in values that JSON can hold.
 
         Raises:
@@ -59,7 +61,7 @@ class SavedFrames:
         self.folder = folder
         self.num_frames = num_frames
         self.frames = self.resumes = self.next_traj_id = 0
-        self._settings = {"frames": num_frames, **settings}
+        self._settings = dict(settings)
         self._mapped: TensorDict | None = None
         self._files: list[int] = []
         with contextlib.ExitStack() as opened:
@@ -100,7 +102,9 @@ class SavedFrames:
         if not found["frames"]:
             self._discard()  # frames that were never recorded, perhaps of other settings
             return
+        self._finish_lengthening()
         wanted, there = self._settings, found["settings"]
+        there.pop("frames", None)  # earlier versions put their number there
         if differing := [
             f"{name} {there.get(name)!r}, not {wanted.get(name)!r}"
             for name in {**wanted, **there}
@@ -131,7 +135,7 @@ class SavedFrames:
     @property
     def is_complete(self) -> bool:
         """Return True if all frames are written."""
-        return self.frames == self.num_frames
+        return self.frames >= self.num_frames
 
     def add(self, batch: TensorDict) -> int:
         """Write the frames of ``batch``, row by row, until the folder is complete.
@@ -156,6 +160,7 @@ class SavedFrames:
 
     def _map(self, flat: TensorDict) -> TensorDict:
         """Map the files of all frames, and allocate the room for them."""
+        length = 0
         if self.frames:
             frames = TensorDict.load_memmap(self.folder)
             there, new = _kinds(frames), _kinds(flat)
@@ -165,15 +170,18 @@ class SavedFrames:
                     f"--out {self.folder}: the frames there differ from the new ones in "
                     f"{', '.join(names)}; name another folder, or use the same env and policy"
                 )
-        else:
-            free, needed = shutil.disk_usage(self.folder).free, self.num_frames * flat[:1].bytes()
+            length = len(frames)
+        if length < self.num_frames:
+            more = self.num_frames - length
+            free, needed = shutil.disk_usage(self.folder).free, more * flat[:1].bytes()
             if needed > free:
                 raise ArgumentError(
-                    f"{self.num_frames:,} frames need {needed / _GIB:.1f} GiB, and {self.folder} "
+                    f"{more:,} frames need {needed / _GIB:.1f} GiB, and {self.folder} "
                     f"has {free / _GIB:.1f} GiB left: take fewer, or another disk"
                 )
             _check_names(flat)
-            frames = flat[:1].expand(self.num_frames).memmap_like(self.folder)
+            self._lengthen(flat)
+            frames = TensorDict.load_memmap(self.folder)
         problem = f"--out {self.folder}: no room for {self.num_frames:,} frames"
         with refusing(problem, "take fewer, or another disk"):
             for path in sorted(self.folder.rglob("*.memmap")):
@@ -183,6 +191,26 @@ class SavedFrames:
                 # Otherwise a write to the map would kill this process when the disk is full.
                 os.posix_fallocate(file, 0, path.stat().st_size)
         return frames
+
+    def _lengthen(self, flat: TensorDict) -> None:
+        """Make all files, or make them longer."""
+        draft = self.folder / f"{_LONGER}.draft"
+        shutil.rmtree(draft, ignore_errors=True)
+        flat[:1].expand(self.num_frames).memmap_like(draft)
+        draft.rename(self.folder / _LONGER)
+        self._finish_lengthening()
+
+    def _finish_lengthening(self) -> None:
+        """Give the files the lengths of those in a folder; may be broken off, and called again."""
+        longer = self.folder / _LONGER
+        for file in [path for path in longer.rglob("*") if path.is_file()]:
+            there = self.folder / file.relative_to(longer)
+            there.parent.mkdir(parents=True, exist_ok=True)
+            if file.name == _DESCRIPTION or not there.exists():
+                file.replace(there)
+            else:
+                os.truncate(there, file.stat().st_size)
+        shutil.rmtree(longer, ignore_errors=True)
 
     def record(self) -> None:
         """Write all frames to the disk, and then their number.
