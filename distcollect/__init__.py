@@ -33,7 +33,7 @@ _NAMES = {
         "aSyncDataCollector"
     ),
     "collectors.sync": "SyncDataCollector",
-    "config": "EvaluationWorkers Faults Monitor Staleness WeightSync",
+    "config": "EvaluationWorkers Faults Monitor Normalize Staleness WeightSync",
     "envs.make": "EnvContext",
     "errors": (
         "ArgumentError ArgumentTypeError BatchTimeout CollectorStateError DeadlineError "

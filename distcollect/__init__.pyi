@@ -25,6 +25,7 @@ from distcollect.collectors.sync import SyncDataCollector as SyncDataCollector
 from distcollect.config import EvaluationWorkers as EvaluationWorkers
 from distcollect.config import Faults as Faults
 from distcollect.config import Monitor as Monitor
+from distcollect.config import Normalize as Normalize
 from distcollect.config import Staleness as Staleness
 from distcollect.config import WeightSync as WeightSync
 from distcollect.envs.make import EnvContext as EnvContext

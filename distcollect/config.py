@@ -217,6 +217,53 @@ class EvaluationWorkers(_Settings):
 
 @suggests_names
 @dataclass(frozen=True)
+class Normalize(_Settings):
+    """Normalise observations and rewards by running statistics of all frames so far.
+
+    The policy sees ``(observation - mean) / deviation``; the trainer updates the statistics from
+    the batches, and publishes them with the weights. Rewards in batches are divided by the
+    deviation of the discounted return. Frames with random actions count, padding doesn't. Returns
+    of ``evaluate()`` and ``stats()`` are not normalised.
+
+    Attributes:
+        observations: True: the entries of floats in the observation space; or the names of entries
+            (tuples for those of nested spaces), of any dtype; False: none.
+        rewards: whether to scale rewards.
+        gamma: discount factor of the returns that rewards are scaled by.
+        clip: normalised values lie in [-clip, clip].
+        epsilon: is added to each variance.
+        record: what batches hold: "normalized", observations as the policy saw them and scaled
+            rewards; or "raw", both as the env gave them. None: "raw" with a ``replay_buffer``, else
+            "normalized".
+    """
+
+    observations: bool | Sequence[str | tuple[str, ...]] = True
+    rewards: bool = True
+    gamma: float = 0.99
+    clip: float = 10.0
+    epsilon: float = 1e-8
+    record: str | None = None
+
+    def __post_init__(self) -> None:
+        is_list = isinstance(self.observations, Collection) and not isinstance(
+            self.observations, str
+        )
+        wanted = "must be True, False or a list of names, such as ['observation']"
+        is_choice = is_list or isinstance(self.observations, bool)
+        self._check("observations", is_choice, wanted, is_type=True)
+        for name in ("gamma", "clip", "epsilon"):
+            value = getattr(self, name)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            self._check(name, is_number, "must be a number", is_type=True)
+        self._check("gamma", 0 <= self.gamma <= 1, "must be from 0 to 1")
+        self._check("clip", self.clip > 0, "must be above 0; float('inf') clips nothing")
+        self._check("epsilon", self.epsilon > 0, "must be above 0")
+        is_known = self.record in (None, "normalized", "raw")
+        self._check("record", is_known, "use 'normalized', 'raw' or None")
+
+
+@suggests_names
+@dataclass(frozen=True)
 class Monitor(_Settings):
     """How to show and record a run while it goes on; ``collector.stats()`` gives the same figures.
 

@@ -7,7 +7,7 @@ import threading
 import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,7 +21,8 @@ from distcollect.collectors.replay import frames_for
 from distcollect.collectors.stacklevel import users_stack_level, without_stop
 from distcollect.collectors.validation import num_steps
 from distcollect.common import checks
-from distcollect.errors import BatchTimeout, CollectorStateError
+from distcollect.errors import ArgumentError, BatchTimeout, CollectorStateError
+from distcollect.policy.normalize import Statistics
 from distcollect.policy.weight_layout import WeightLayout, state_tensors
 from distcollect.pool.publisher import Weights, WorkerIds
 from distcollect.pool.remote_calls import EnvCall
@@ -123,6 +124,7 @@ class Backend(ABC):
         last_workers: ids of the workers whose frames are in the last batch; empty: there is none.
         lag: the lags of the last batch.
         age: its ages.
+        statistics: those that normalise batches; None: nothing does.
         evaluations: those of workers that only evaluate, in the order in which they came.
     """
 
@@ -131,6 +133,7 @@ class Backend(ABC):
     unpublished: UnpublishedChanges | None = None
     publishing_outdates: bool = True
     begin: Callable[[], None] | None = None
+    statistics: Statistics | None = None
     evaluations: Sequence[Evaluation] = ()
 
     def __init__(self, options: CollectorOptions, stats_recorder: StatsRecorder) -> None:
@@ -157,9 +160,12 @@ class Backend(ABC):
         """Make batches of rollouts of this layout.
 
         Raises:
-            ArgumentError: ``frames_per_batch`` can't be split over the envs.
+            ArgumentError: ``frames_per_batch`` can't be split over the envs, or frames of this
+                layout can't be normalised.
         """
         self.layout = layout
+        if (normalizer := self._options.normalizer) is not None:
+            self.statistics = Statistics(normalizer, layout, raw=self._options.records_raw)
         options, num_envs = self._options, layout.num_envs
         self._num_steps = num_steps(options, num_envs, rounds_up=layout.is_torchrl)
         self.frames_per_batch = self._num_steps * num_envs * options.rollouts_per_batch
@@ -308,10 +314,8 @@ class Backend(ABC):
         if self.is_over():
             return None
         batch = self._collect(self.limit_s(timeout_s))
-        assert batch.frames is not None
         try:
-            shaped = self._format.shaped(batch.frames, self.layout)
-            batch.frames = self._processed(shaped)
+            batch.frames = self._processed(self._shaped(batch))
         except BaseException:
             self._settle(batch, "given_up")
             raise
@@ -327,6 +331,46 @@ class Backend(ABC):
             device=self._options.devices.storing,
             shape=self._format.shape(layout, rollouts),
         )
+
+    def _shaped(self, batch: Batch) -> TensorDict:
+        """Return the frames of a new batch in its shape, and normalised."""
+        assert batch.frames is not None
+        if self.statistics is not None:
+            self.statistics.take(batch.frames, batch.headers)
+        return self._format.shaped(batch.frames, self.layout)
+
+    def normalized(self, frames: TensorDict) -> TensorDict:
+        """See :meth:`.DataCollectorBase.normalize`."""
+        if self.statistics is None:
+            raise ArgumentError(
+                "normalize(): there are no statistics: pass normalize=distcollect.Normalize() "
+                "when you make the collector"
+            )
+        return self.statistics.normalized(frames)
+
+    def load_statistics(self, state: Mapping[str, Any]) -> bool:
+        """Load the statistics in a collector's state; True if they are to be published now.
+
+        Raises:
+            ArgumentError: this collector has none, or of other observations.
+        """
+        if (saved := state.get("normalizer")) is None:
+            return False
+        if self.statistics is None:
+            raise ArgumentError(
+                "the state has statistics of observations: make the collector with the normalize= "
+                "that it was saved with"
+            )
+        self.statistics.load_state_dict(saved)
+        only_user_has_weights = self.policy is None and self._options.factories
+        return bool(state["policy_version"]) and not only_user_has_weights
+
+    def _completed(self, weights: Any) -> Any:
+        """Return weights that the user gave, with the statistics that are published with them."""
+        if self.statistics is None:
+            return weights
+        has_models = bool(self._options.named_models)
+        return self.statistics.completed(weights, has_models=has_models)
 
     def _processed(self, frames: TensorDict) -> TensorDict:
         """Return the frames of a batch as they are delivered."""
@@ -354,10 +398,8 @@ class Backend(ABC):
                 if self.batches == before:
                     raise
                 raise trajectories.too_few(limit_s) from error
-            assert batch.frames is not None
             num_before = trajectories.num_whole
-            rows = self._format.shaped(batch.frames, self.layout)
-            trajectories.add(rows, batch.headers)
+            trajectories.add(self._shaped(batch), batch.headers)
             self._settle(batch, None)
             # With resets in between, a trajectory that one rollout lacks comes in no later one.
             more = trajectories.num_whole > num_before

@@ -26,6 +26,7 @@ from distcollect.common.forks import Owner
 from distcollect.common.seeding import Stream, checked_seed, env_seed
 from distcollect.errors import ArgumentError, ArgumentTypeError, CollectorStateError
 from distcollect.integrations import load
+from distcollect.policy.normalize import Normalizer
 from distcollect.pool.publisher import Weights, WorkerIds
 from distcollect.pool.remote_calls import EnvCall
 from distcollect.results import Evaluation, LagStats, Stats
@@ -499,6 +500,30 @@ class DataCollectorBase(ABC):
         return self._backend.policy
 
     @property
+    def normalizer(self) -> Normalizer | None:
+        """What the policy's observations go through, as published last; None without ``normalize``.
+
+        A module: ``nn.Sequential(collector.normalizer, policy)`` acts as the workers do. It goes on
+        to change: copy it to keep it.
+        """
+        return None if self._backend.statistics is None else self._backend.statistics.normalizer
+
+    def normalize(self, frames: TensorDict) -> TensorDict:
+        """Normalise raw frames, such as a sample of a replay buffer, by the newest statistics.
+
+        Args:
+            frames: of any batch size; it is not changed. An observation alone will do.
+
+        Returns:
+            The same frames, with observations (also under "next") normalised as by the newest
+            published statistics, and rewards scaled by those of all frames so far.
+
+        Raises:
+            ArgumentError: the collector was made without ``normalize``.
+        """
+        return self._backend.normalized(frames)
+
+    @property
     def pre_collect_hook(self) -> Callable[[], Any] | None:
         """Called before each rollout, in the process that steps the envs.
 
@@ -780,6 +805,7 @@ class DataCollectorBase(ABC):
     def state_dict(self) -> dict[str, Any]:
         """Counts, versions, seeds and ids for :meth:`load_state_dict`, as plain numbers.
 
+        With ``normalize``, the statistics too.
         Weights and the envs' state are not included: save the weights with it. With TorchRL's envs,
         ``"policy_state_dict"`` has the weights of the policy in this process, as in the state of
         TorchRL's collectors. They are the policy's own tensors: save or copy them at once. There
@@ -793,6 +819,8 @@ class DataCollectorBase(ABC):
             "seed": self._seed,
             "resumes": self._resumes,
         }
+        if self._backend.statistics is not None:
+            state["normalizer"] = self._backend.statistics.state_dict()
         if self._backend.layout.is_torchrl:
             own: dict[str, Any] = {"policy_version": self.policy_version}
             if isinstance(self.policy, nn.Module):
@@ -846,9 +874,10 @@ class DataCollectorBase(ABC):
                 raise ArgumentError(
                     f"the state has the weights of another policy: {error}"
                 ) from error
+        has_statistics = self._backend.load_statistics(state)
         # From here on, workers may be waited for. If that is interrupted, load the state again.
         self._is_loading = True
-        if has_weights:
+        if has_weights or has_statistics:
             self.update_policy_weights_()
         self._backend.drop_trajectories()  # a batch that the buffer refused has ids from before
         self._backend.frames = self._backend.resumed_frames = state["frames"]

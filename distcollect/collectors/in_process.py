@@ -127,6 +127,8 @@ class InProcess(Backend):
         # Each batch needs a slab of its own: the slab's memory becomes the batch.
         slab = new_slab(self.layout, self._num_steps)
         self._stats_recorder.switch_to("collect")
+        if self.statistics is not None and self._background is None:
+            self.statistics.freeze(self._version)  # as weights that change in place are in use
         random = self.frames < self._options.random_frames
         engine = self.engine
         try:
@@ -182,6 +184,8 @@ class InProcess(Backend):
         slab.clear()
         header = Header(0, 0, 0, slab.num_frames, slab.num_steps, 0, (0, 0))
         frames = self._assembled(self.layout, [Rollout(header, slab.local_tensors())]).zero_()
+        if self.statistics is not None and not self.statistics.is_raw:
+            frames = self.statistics.normalized(frames).zero_()  # integers become floats
         return self._format.processed(self._format.shaped(frames, self.layout))
 
     # What the user asks for between two batches.
@@ -200,10 +204,12 @@ class InProcess(Backend):
         if weights is None and self.policy is not self._plan.policy:
             weights = published(self.policy, self._plan.models)
         if weights is not None and not is_part(weights, own):
-            live.layout.load(weights, own)
+            live.layout.load(self._completed(weights), own)
         if own is None:
             return
         self._version += 1
+        if self.statistics is not None:
+            self.statistics.freeze(self._version)
         if self._background is None:
             live.version = self._version
         else:
@@ -273,6 +279,8 @@ class InProcess(Backend):
 
     def resume(self, version: int, first_traj_id: int) -> None:
         self._version = self.engine.weights.version = version
+        if self.statistics is not None:
+            self.statistics.renumber(version)
         identity().resume(first_traj_id)
         self._traj_ids = identity().own_traj_ids()
         self.engine.use_traj_ids(self._traj_ids)

@@ -25,10 +25,11 @@ from distcollect.collectors import validation
 from distcollect.collectors.replay import ReplayBuffer
 from distcollect.collectors.stacklevel import users_stack_level
 from distcollect.collectors.validation import Devices
-from distcollect.config import Faults, Monitor
+from distcollect.config import Faults, Monitor, Normalize
 from distcollect.engine.plan import WorkerPlan
 from distcollect.envs.kinds import is_env
 from distcollect.policy.base import Exploration
+from distcollect.policy.normalize import STATISTICS, Normalizer
 from distcollect.policy.weight_layout import module_of, uncompiled
 
 EnvMaker: TypeAlias = "str | Callable[..., gym.Env[Any, Any] | gym.vector.VectorEnv[Any, Any, Any]]"
@@ -94,6 +95,8 @@ class CollectorOptions:
         auto_register_policy_transforms: None, True: TorchRL envs get the transforms that a
             recurrent policy of TorchRL needs and they lack. False: they stay as they are.
         models: further modules, by name, whose weights are published with the policy's.
+        normalize: the policy sees normalised observations, and batches hold these and scaled
+            rewards. With workers, new statistics come with :meth:`update_policy_weights_`.
         faults: what counts as a failure, and how it is handled.
         monitor: how to show and record the run while it goes on.
         trace: a file that records what every process does; see :class:`~distcollect.Monitor`.
@@ -130,6 +133,7 @@ class CollectorOptions:
     clip_actions: bool = False
     auto_register_policy_transforms: bool | None = None
     models: Mapping[str, nn.Module] | None = None
+    normalize: Normalize | None = None
     faults: Faults | None = None
     monitor: Monitor | None = None
     trace: str | os.PathLike[str] | None = None
@@ -197,6 +201,23 @@ class CollectorOptions:
         """``models``; empty for None."""
         return validation.named_models(self.models)
 
+    @cached_property
+    def normalizer(self) -> Normalizer | None:
+        """What the policy's observations go through; None: nothing. The same object each time."""
+        return None if self.normalize is None else Normalizer(self.normalize)
+
+    @property
+    def published_models(self) -> dict[str, nn.Module]:
+        """All that is published beside the policy: ``models``, and the :attr:`normalizer`."""
+        own = {} if self.normalizer is None else {STATISTICS: self.normalizer}
+        return {**self.named_models, **own}
+
+    @property
+    def records_raw(self) -> bool:
+        """True if batches hold what the envs gave, whatever the policy saw."""
+        record = None if self.normalize is None else self.normalize.record
+        return record == "raw" or (record is None and self.replay_buffer is not None)
+
     @property
     def rollouts_per_batch(self) -> int:
         """Number of rollouts in a batch."""
@@ -257,7 +278,7 @@ class CollectorOptions:
             max_frames_per_traj=self.max_frames_per_traj,
             reset_at_each_iter=self.reset_at_each_iter,
             clip_actions=self.clip_actions,
-            models=self.named_models,
+            models=self.published_models,
             max_env_faults=self.fault_limits.max_env_faults,
             traces=traces,
             metrics=self.monitor.metrics if self.monitor is not None else {},

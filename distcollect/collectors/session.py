@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from tensordict import TensorDict
+from torch import nn
 
 from distcollect.collectors import pickling
 from distcollect.collectors.backend import Backend, Batch, Hooks, UnpublishedChanges
@@ -19,7 +20,7 @@ from distcollect.collectors.stacklevel import without_stop
 from distcollect.collectors.worker_options import WorkerOptions
 from distcollect.common import signals
 from distcollect.common.seeding import Stream, env_seed, next_seed
-from distcollect.errors import BatchTimeout, WorkerError, WorkerLost
+from distcollect.errors import BatchTimeout, CollectorStateError, WorkerError, WorkerLost
 from distcollect.launch.cpu_placement import num_cores
 from distcollect.policy.weight_layout import published
 from distcollect.pool.background_evaluation import Evaluators
@@ -136,15 +137,19 @@ class Session(Backend):
         self.publisher = Publisher(
             self.pool,
             probe.weights,
-            partial(published, options.policy, options.named_models),
+            self._own_module,
             updater=self.updater,
             options=options.weight_options,
             max_interval=options.max_weight_update_interval,
             gpus=workers.gpus,
             evaluating=options.evaluating,
+            complete=self._completed,
+            freeze=self._freeze,
         )
+        if self.statistics is not None:
+            self.statistics.worker_ids = self._collecting
         if not (options.update_at_each_batch or isinstance(options.updater, NoUpdater)):
-            own = published(options.policy, options.named_models)
+            own = published(options.policy, options.published_models)
             self.unpublished = UnpublishedChanges(own, probe.weights)
         self._remote_calls = RemoteCalls(
             self.pool, self.publisher.selected, workers.ends, self._stats_recorder
@@ -155,6 +160,22 @@ class Session(Backend):
             self.pool.on_weights = evaluators.has_weights
         self._handover_receiver = HandoverReceiver(workers.transport)
         workers.attach(self.pool)
+
+    def _own_module(self) -> nn.Module | None:
+        """What is published if the user gives no weights; None: only the user has them."""
+        options = self._options
+        own = published(options.policy, options.named_models)
+        if own is None and self.statistics is not None and not options.factories:
+            return nn.ModuleDict()  # the statistics alone
+        return own
+
+    def _freeze(self, version: int) -> None:
+        if self.statistics is not None:
+            self.statistics.freeze(version)
+
+    def _collecting(self) -> list[int]:
+        """The ids of all workers that may deliver frames."""
+        return [each for each in self.pool.worker_ids if each not in self._options.evaluating]
 
     def _batch_plan(self) -> BatchPlan:
         options, num_envs = self._options, self.layout.num_envs
@@ -258,6 +279,7 @@ class Session(Backend):
 
     def hand_over(self, timeout_s: float | None, keep_s: float) -> RolloutReference:
         """See :meth:`.RPCDataCollector.hand_over`."""
+        self._check_hands_over()
         if self.is_over():
             raise StopIteration
         with self._noting_failures():
@@ -282,6 +304,7 @@ class Session(Backend):
 
     def take_over(self, reference: RolloutReference, timeout_s: float | None) -> TensorDict | None:
         """See :meth:`.RPCDataCollector.take_over`; None if it went to the replay buffer."""
+        self._check_hands_over()
         if self._waiting is not None:
             self._give(self._waiting)
         self._stats_recorder.switch_to("transfer")
@@ -293,6 +316,13 @@ class Session(Backend):
         self.lag, self.age = _stats_of(counts)
         frames = self._format.shaped(rows, reference.layout)
         return self._give(Batch(without_stop(self._processed, frames)))
+
+    def _check_hands_over(self) -> None:
+        if self.statistics is not None:
+            raise CollectorStateError(
+                "rollouts are not handed over with normalize=...: another trainer does not know "
+                "the statistics that their policy acted with"
+            )
 
     # What the user asks for between two batches.
 
@@ -338,6 +368,8 @@ class Session(Backend):
         timeout_s = self._options.fault_limits.batch_timeout_s
         first_traj_id = identity().resume(first_traj_id)
         self.pool.resume(version, first_traj_id, self.resumed_frames, timeout_s)
+        if self.statistics is not None:
+            self.statistics.renumber(self.pool.version)
 
     def close(self, *, close_envs: bool) -> None:
         super().close(close_envs=close_envs)

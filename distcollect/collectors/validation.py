@@ -14,7 +14,14 @@ from distcollect.collectors import pickling
 from distcollect.collectors.replay import ReplayBuffer, num_dims
 from distcollect.collectors.stacklevel import users_stack_level
 from distcollect.common import checks
-from distcollect.config import EvaluationWorkers, Faults, Monitor, Staleness, WeightSync
+from distcollect.config import (
+    EvaluationWorkers,
+    Faults,
+    Monitor,
+    Normalize,
+    Staleness,
+    WeightSync,
+)
 from distcollect.envs.base import space_of
 from distcollect.envs.kinds import is_env
 from distcollect.envs.make import check_env_id, make_by_id
@@ -55,6 +62,7 @@ _TYPES: _Rules = {
     "evaluation": _settings(EvaluationWorkers),
     "faults": _settings(Faults),
     "monitor": _settings(Monitor),
+    "normalize": _settings(Normalize),
     "staleness": _settings(Staleness),
     "weight_sync": _settings(WeightSync),
 }

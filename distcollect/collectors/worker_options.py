@@ -211,11 +211,16 @@ class WorkerOptions(CollectorOptions):
             create_env_fn=self.makers[worker_id],
             swap_within_rollouts=weights.swap_within_rollouts and not self.reproducible,
             exact_version=self.reproducible,
-            exclude=tuple(weights.exclude),
+            exclude=self._names_of(weights.exclude),
             init_fn=self.init_fn,
             pre_collect_hook=self.pre_collect_hook,
             post_collect_hook=self.post_collect_hook,
         )
+
+    def _names_of(self, patterns: Sequence[str]) -> tuple[str, ...]:
+        """Patterns of names of weights, as the names are where statistics are published too."""
+        has_own_name = self.normalizer is None or self.named_models
+        return tuple(each if has_own_name else f"policy.{each}" for each in patterns)
 
     def pickled_plans(self, *, traces: bool) -> list[PickledPlan]:
         """The pickled :class:`WorkerPlan` of each worker, by worker_id.

@@ -25,11 +25,12 @@ from distcollect.errors import ArgumentError, PolicyError
 from distcollect.integrations import load
 from distcollect.policy.base import Policy
 from distcollect.policy.noise import OrnsteinUhlenbeckNoise, wrappers_of
+from distcollect.policy.normalize import Normalizer
 from distcollect.policy.random import RandomPolicy
 from distcollect.policy.user import UserPolicy
 from distcollect.rollout.layout import Layout
 from distcollect.rollout.slab import Slab
-from distcollect.rollout.spaces import overlaps
+from distcollect.rollout.spaces import leaves_of, overlaps
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +64,9 @@ class Engine(EngineBase):
             PolicyError: the policy raised, or its output does not fit the action space.
         """
         self._policy: Policy
+        normalizer = plan.normalizer
+        if normalizer is not None:
+            normalizer.bind(leaves_of(envs.observation_space, "observation"))
         if plan.policy is None:
             self._policy = RandomPolicy(envs.action_space, envs.num_ready)
         else:
@@ -74,6 +78,7 @@ class Engine(EngineBase):
                 exploration=plan.exploration,
                 device=plan.device,
                 shared=shared,
+                normalizer=normalizer,
             )
         _check_options(plan, envs)
         super().__init__(envs, plan, counter)
@@ -90,7 +95,7 @@ class Engine(EngineBase):
         # It may have changed its input in place.
         for key, array in envs.obs.items():
             array[:] = first[key]
-        self.layout = _layout(envs, self._policy)
+        self.layout = _layout(envs, self._policy, normalizer)
         # The policy has a row for each of the n envs, unless only some get an action.
         of_rows = self._policy if envs.num_ready == envs.num_envs else None
         self._trajectories = Trajectories(envs.num_envs, traj_ids, of_rows)
@@ -155,7 +160,7 @@ class Engine(EngineBase):
         self._trajectories.begin_all()
 
 
-def _layout(envs: EnvBatch, policy: Policy) -> Layout:
+def _layout(envs: EnvBatch, policy: Policy, normalizer: Normalizer | None) -> Layout:
     """The leaves of the frames, once the policy was called.
 
     Raises:
@@ -168,7 +173,14 @@ def _layout(envs: EnvBatch, policy: Policy) -> Layout:
                 f"the policy writes {'.'.join(leaf.key)!r}, a name that is taken; rename it"
             )
     state = envs.leaves if policy.state is None else (*envs.leaves, *policy.state.leaves)
-    return Layout((envs.num_envs,), state, envs.action_leaves, policy.extras, envs.outcome_leaves)
+    return Layout(
+        (envs.num_envs,),
+        state,
+        envs.action_leaves,
+        policy.extras,
+        envs.outcome_leaves,
+        normalized=() if normalizer is None else normalizer.leaves,
+    )
 
 
 def _check_options(options: WorkerPlan, envs: EnvBatch) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 
 from distcollect.errors import PolicyError
 from distcollect.policy.base import Exploration
+from distcollect.policy.normalize import STATISTICS, Normalizer
 from distcollect.rollout.spaces import Key
 
 
@@ -72,6 +73,12 @@ class WorkerPlan:
     clip_actions: bool = False
     swap_within_rollouts: bool = True
     exact_version: bool = False
+
+    @property
+    def normalizer(self) -> Normalizer | None:
+        """What the policy's observations go through: one of the ``models``; None: nothing."""
+        found = self.models.get(STATISTICS)
+        return found if isinstance(found, Normalizer) else None
 
     def with_policy_made(self) -> WorkerPlan:
         """The same plan with the policy that ``policy_factory`` makes, if there is a factory.

@@ -14,10 +14,12 @@ from tensordict.nn import TensorDictModuleBase
 from torch import nn
 
 from distcollect.errors import PolicyError, PolicySignatureError
+from distcollect.policy.normalize import Normalizer
 from distcollect.policy.weight_layout import called_by
 from distcollect.rollout.spaces import Arrays, Key, nested, unflatten
 
 Tensors = dict[Key, torch.Tensor]
+_Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Inputs:
@@ -26,11 +28,14 @@ class Inputs:
     Attributes:
         num_envs: n.
         tensors: ``[n, *shape]`` for each key; views of the arrays where dtype and device match.
-        copies: (tensor, view of its array) for all others.
     """
 
     def __init__(
-        self, observation: Arrays, module: nn.Module | None, device: torch.device | None
+        self,
+        observation: Arrays,
+        module: nn.Module | None,
+        device: torch.device | None,
+        normalizer: Normalizer | None = None,
     ) -> None:
         """Make inputs for ``module``.
 
@@ -38,6 +43,7 @@ class Inputs:
             observation: ``{key: [n, *shape]}``, the same arrays at every step.
             module: the policy if it is a module; its dtype and device decide.
             device: where the inputs go; None: where the module's parameters are.
+            normalizer: what the observations go through; it is moved there. None: nothing.
         """
         self._dtype = floating_dtype(module)
         if device is None and module is not None:
@@ -45,7 +51,13 @@ class Inputs:
         self._device = device
         self.num_envs = len(next(iter(observation.values())))
         self.tensors: Tensors = {}
-        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        # (tensor, view of its array, and what normalises it) where they are not the same memory.
+        self._copies: list[tuple[torch.Tensor, torch.Tensor, _Change | None]] = []
+        self._changes: dict[Key, _Change] = {}
+        if normalizer is not None:
+            moved(normalizer, device or torch.device("cpu"))
+            keys = [leaf.key for leaf in normalizer.leaves]
+            self._changes = {key: partial(normalizer.normalized, key) for key in keys}
         self.add(observation, copy=False)
 
     def add(self, arrays: Arrays, *, copy: bool) -> None:
@@ -55,19 +67,23 @@ class Inputs:
         """
         for key, array in arrays.items():
             source = torch.from_numpy(array)
+            if (change := self._changes.get(key)) is not None:
+                self.tensors[key] = change(source.to(device=self._device)).to(dtype=self._dtype)
+                self._copies.append((self.tensors[key], source, change))
+                continue
             # Only floats are cast: an integer may be an index, and how to scale a byte image is for
             # the policy to decide.
             is_cast = self._dtype is not None and source.is_floating_point()
             dtype = self._dtype if is_cast else source.dtype
             target = source.to(device=self._device, dtype=dtype, copy=copy)
             if target is not source:
-                self.copies.append((target, source))
+                self._copies.append((target, source, None))
             self.tensors[key] = target
 
     def refresh(self) -> None:
         """Update the copies from the arrays."""
-        for target, source in self.copies:
-            target.copy_(source)
+        for target, source, change in self._copies:
+            target.copy_(source if change is None else change(source.to(device=self._device)))
 
 
 def moved(policy: nn.Module, device: torch.device) -> nn.Module:

@@ -15,6 +15,7 @@ from distcollect.errors import PolicyError, PolicyKeyError
 from distcollect.policy.base import Exploration, Policy, PolicyOutput
 from distcollect.policy.calling import Inputs, calling_convention, moved
 from distcollect.policy.noise import Actions, without_noise, wrappers_of
+from distcollect.policy.normalize import Normalizer
 from distcollect.policy.outputs import OutputReader
 from distcollect.policy.per_env_rng import PerEnvRng
 from distcollect.policy.random import RandomPolicy
@@ -36,6 +37,7 @@ class UserPolicy(Policy):
         exploration: Exploration = Exploration.RANDOM,
         device: torch.device | None = None,
         shared: bool = False,
+        normalizer: Normalizer | None = None,
     ) -> None:
         """Bind ``policy`` to the arrays from which it will read.
 
@@ -48,6 +50,7 @@ class UserPolicy(Policy):
             device: move the policy there; None: leave it where it is.
             shared: the user trains this object. Tensors that it keeps must then work in autograd,
                 which tensors of inference mode don't, although inference mode is faster.
+            normalizer: what the observations go through; None: nothing.
 
         Raises:
             PolicyError: the policy can't be called with these observations, its initial state
@@ -67,7 +70,7 @@ class UserPolicy(Policy):
         self._exploration = exploration
         self._needs_autograd = shared
         self._rng: PerEnvRng | None = None  # None: torch's own generators
-        self._inputs = Inputs(observation, self.module, device)
+        self._inputs = Inputs(observation, self.module, device, normalizer)
         self.state = state_of(policy, self._inputs.tensors, self.exploring())
         if self.state is not None:
             self._inputs.add(self.state.arrays, copy=True)
@@ -104,8 +107,7 @@ class UserPolicy(Policy):
             yield
 
     def __call__(self, rows: Sequence[int] | None = None) -> PolicyOutput:
-        if self._inputs.copies:
-            self._inputs.refresh()
+        self._inputs.refresh()
         try:
             if self._rng is None:
                 actions, extras, state = self._choose(rows)

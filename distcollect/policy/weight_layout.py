@@ -195,13 +195,12 @@ class WeightLayout:
                         parts.append(gap[: rest // dtype.itemsize])
                 torch.cat(parts, out=flat[entries[0].offset : entries[-1].end].view(dtype))
 
-    def load(self, source: object, module: nn.Module | None) -> None:
-        """Copy weights into ``module``; for ``source`` and errors see :meth:`select`."""
+    def load(self, source: object, target: object) -> None:
+        """Copy weights into those of ``target``; for both, and errors, see :meth:`select`."""
         new = self.select(source)
-        own = state_tensors(module)
         with torch.no_grad():
-            for name, tensor in new.items():
-                own[name].copy_(tensor)
+            for name, tensor in self.select({} if target is None else target).items():
+                tensor.copy_(new[name])
 
     def select(self, source: object) -> dict[str, torch.Tensor]:
         """Return the tensors for all entries among weights that the user gave, by their first name.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -38,6 +39,8 @@ class Publisher:
         max_interval: int | None,
         gpus: Mapping[int, str],
         evaluating: Collection[int] = (),
+        complete: Callable[[Any], Weights] = lambda weights: weights,
+        freeze: Callable[[int], None] = lambda _: None,
     ) -> None:
         """Publish through ``pool``.
 
@@ -50,6 +53,8 @@ class Publisher:
             max_interval: a worker that is more versions behind is lagging; None: none is.
             gpus: worker_id to the name of the GPU that has its policy, "" for the CPU.
             evaluating: ids of the workers that evaluate the policy instead of collecting.
+            complete: adds what is published besides the weights that a user gives, or None.
+            freeze: called with each new version, before what is published is copied.
         """
         self._pool = pool
         self._layout = layout
@@ -59,6 +64,9 @@ class Publisher:
         self._max_interval = max_interval
         self._gpus = gpus
         self._evaluating = evaluating
+        self._complete = complete
+        self._freeze = freeze
+        self._lock = threading.Lock()  # while a version is frozen, and not yet counted
 
     def publish(
         self, source: Weights | None, worker_ids: WorkerIds, last: Sequence[int] = ()
@@ -85,7 +93,9 @@ class Publisher:
         # Packed on their own device, so that a GPU's weights cross the bus in one piece.
         device = next(iter(weights.values())).device
         self._updater.check(device, selected)
-        handle = self._pool.push(self._snapshot(weights, device), selected)
+        with self._lock:
+            self._freeze(self._pool.version + 1)
+            handle = self._pool.push(self._snapshot(weights, device), selected)
         self._updater._call_post_hooks()  # noqa: SLF001 - the name that TorchRL has
         return handle
 
@@ -96,7 +106,7 @@ class Publisher:
         """
         updater = self._updater
         served = updater._get_server_weights() if given is None else None  # noqa: SLF001 - the name that TorchRL has
-        own = self._own()
+        own: Any = self._own()
         if is_part(given, own):
             given = own
         source = next((each for each in (given, served, own) if each is not None), None)
@@ -105,9 +115,10 @@ class Publisher:
                 "this collector has no policy of its own (it was given policy_factory): pass the "
                 "weights to send"
             )
-        mapped: Weights = updater._maybe_map_weights(source)  # noqa: SLF001 - the name that TorchRL has
+        mapped = self._complete(updater._maybe_map_weights(source))  # noqa: SLF001 - the name that TorchRL has
         if served is None or own is None:
             return mapped
+        own = self._complete(own)
         self._layout.load(mapped, own)
         return own
 

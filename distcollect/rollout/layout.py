@@ -61,6 +61,8 @@ class Layout:
         torchrl_keys: None: the envs are not TorchRL's.
         nodes: for each nested TensorDict that has more batch dimensions than the env, its key
             (with "next") and the dimensions that it adds.
+        normalized: those of ``state`` that the policy sees normalised, see
+            :class:`~distcollect.Normalize`. Frames have them as the env gave them.
         is_loose: frames have entries without a fixed shape or that are no tensors. Then a rollout
             is a stack of TensorDicts as the env gave them, and the leaves above are empty.
     """
@@ -72,6 +74,7 @@ class Layout:
     outcomes: tuple[Leaf, ...] = ()
     torchrl_keys: TorchRLKeys | None = None
     nodes: tuple[tuple[Key, tuple[int, ...]], ...] = ()
+    normalized: tuple[Leaf, ...] = ()
     is_loose: bool = False
 
     @property

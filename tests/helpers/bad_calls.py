@@ -315,6 +315,18 @@ ARGUMENTS: list[Row] = [
     (lambda: sync(create_env_fn="raises_on_import:Env-v0"), ARGUMENT, "Env-v0'", "OSError: no lic"),
     (lambda: sync(create_env_fn="no.such:Env-v0"), ARGUMENT, "'no.such:Env-v0'", "be imported"),
     (lambda: rpc(create_env_fn="Lacking-v0"), ARGUMENT, "'Lacking-v0'.*no_such", "install what"),
+    (lambda: dc.Normalize(observations="robot"), KIND, "observations='robot'", "list of names"),
+    (lambda: dc.Normalize(gamma=1.5), ARGUMENT, "gamma=1.5", "from 0 to 1"),
+    (lambda: dc.Normalize(clip=0), ARGUMENT, "clip=0", "above 0"),
+    (lambda: dc.Normalize(epsilon=0), ARGUMENT, "epsilon=0", "above 0"),
+    (lambda: dc.Normalize(record="both"), ARGUMENT, "record='both'", "use 'normalized'"),
+    (lambda: sync(normalize=True), KIND, "normalize=True", r"distcollect.Normalize\(...\)"),
+    (
+        lambda: sync(normalize=dc.Normalize(observations=["obs"])),
+        ARGUMENT,
+        r"observations=\['obs'\]",
+        r"observation \[4\] float32",
+    ),
     (lambda: dc.Monitor(run_dir=__file__), ARGUMENT, "bad_calls.py", "name a folder"),
     (lambda: dc.Monitor(run_dir=5), KIND, "run_dir=5", "folder's path"),  # type: ignore[arg-type]
     (lambda: dc.Monitor(tensorboard=True), ARGUMENT, "tensorboard=True", "run_dir="),

@@ -1,0 +1,345 @@
+"""Normalises observations where the policy acts, and keeps the statistics where batches come.
+
+Only the trainer updates the statistics, from the batches that it takes. With each publication it
+freezes them: the frozen ones are in the buffers of the :class:`Normalizer`, which are published
+with the weights. So the ``policy_version`` of a frame says which statistics its policy acted with,
+and a batch is normalised by these, on the trainer.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import nn
+
+from distcollect.config import Normalize
+from distcollect.errors import ArgumentError
+from distcollect.policy.weight_layout import module_of, named_tensors, state_tensors
+from distcollect.rollout.header import Header
+from distcollect.rollout.layout import POLICY_VERSION, TRAJ_IDS, Layout
+from distcollect.rollout.spaces import Key, Leaf, as_key
+
+# The name of the statistics among what is published; no module of the user's has such a name.
+STATISTICS = "(normalize)"
+_REWARD: Key = ("next", "reward")
+
+_Frames = TypeVar("_Frames")
+
+
+class Normalizer(nn.Module):
+    """Subtracts the mean from observations, divides by the deviation, and clips.
+
+    It computes in float64. The result has the observation's dtype, for integers float32. For a
+    policy that acts without a collector::
+
+        nn.Sequential(collector.normalizer, policy)
+
+    Attributes:
+        settings: what to normalise.
+        leaves: the entries of the observation that are normalised.
+    """
+
+    def __init__(self, settings: Normalize) -> None:
+        """Start without entries."""
+        super().__init__()
+        self.settings = settings
+        self.leaves: tuple[Leaf, ...] = ()
+
+    def bind(self, entries: Iterable[Leaf]) -> None:
+        """Choose from the entries of an observation, as the settings say; all means are 0 then.
+
+        If the choice is the one from before, nothing happens.
+
+        Raises:
+            ArgumentError: there is no such entry, or none has floats.
+        """
+        wanted, by_key = self.settings.observations, {leaf.key: leaf for leaf in entries}
+        if isinstance(wanted, bool):
+            leaves = [each for each in by_key.values() if wanted and each.dtype.is_floating_point]
+            missing = [*by_key] if wanted and not leaves else []
+        else:
+            leaves = [by_key[as_key(key)] for key in wanted if as_key(key) in by_key]
+            missing = [as_key(key) for key in wanted if as_key(key) not in by_key]
+        if missing:
+            known = ", ".join(map(str, by_key.values()))
+            raise ArgumentError(
+                f"Normalize(observations={wanted!r}): the observation has no such entry, or none "
+                f"of floats: {known}; name the entries to normalise, or give False"
+            )
+        if self.leaves == tuple(leaves):
+            return
+        self.leaves = tuple(leaves)
+        for index, leaf in enumerate(leaves):
+            self.register_buffer(f"entry_{index}", _Moments(leaf.shape).frozen(0.0))
+
+    def load(self, frozen: Sequence[torch.Tensor]) -> None:
+        """Normalise by these statistics from now on, as :meth:`_Moments.frozen` gives them."""
+        for own, new in zip(self.buffers(), frozen, strict=True):
+            own.copy_(new)
+
+    def normalized(self, key: Key, value: torch.Tensor) -> torch.Tensor:
+        """Normalise one entry, ``[..., *shape]``."""
+        index = next(i for i, leaf in enumerate(self.leaves) if leaf.key == key)
+        return _normalized(value, self.get_buffer(f"entry_{index}"), self.settings.clip)
+
+    def forward(self, observation: _Frames) -> _Frames:
+        """Normalise an observation: a tensor, or a dict or TensorDict, which stays as it is.
+
+        In a TensorDict of frames the observations under "next" are normalised too.
+        """
+        for leaf in self.leaves:
+            if isinstance(observation, torch.Tensor):
+                return self.normalized(leaf.key, observation)  # type: ignore[return-value]
+            for key in (leaf.key, ("next", *leaf.key)):
+                observation = _with(observation, key, partial(self.normalized, leaf.key))
+        return observation
+
+
+class Statistics:
+    """The running statistics of a collector's frames, and what normalises its batches.
+
+    Attributes:
+        normalizer: has the statistics that were frozen last.
+        worker_ids: gives the workers that may deliver frames.
+    """
+
+    worker_ids: Callable[[], Iterable[int]] = staticmethod(lambda: (0,))
+
+    def __init__(self, normalizer: Normalizer, layout: Layout, *, raw: bool) -> None:
+        """Start without frames.
+
+        Args:
+            normalizer: whose statistics these are.
+            layout: of the rollouts.
+            raw: leave batches as they are.
+
+        Raises:
+            ArgumentError: frames of this layout can't be normalised.
+        """
+        if layout.is_torchrl or layout.outcomes:
+            raise ArgumentError(
+                "normalize is for Gymnasium envs of one agent: use a transform in TorchRL's envs, "
+                "or a module in the policy whose buffers have the statistics"
+            )
+        normalizer.bind(layout.normalized)
+        self.normalizer = normalizer
+        self.is_raw = raw
+        self._settings = normalizer.settings
+        self._lock = threading.Lock()  # of all below: a batch may be taken in the background
+        self._observations = [_Moments(leaf.shape) for leaf in normalizer.leaves]
+        self._returns = _Moments(())
+        self._moments = [*self._observations, self._returns]
+        # By worker_id: the discounted return so far of each trajectory that may go on, by its id.
+        self._unfinished: dict[int, dict[int, float]] = {}
+        self._oldest: dict[int, int] = {}  # by worker_id: no older version can come
+        self._frozen: dict[int, list[torch.Tensor]] = {}  # by policy_version
+        self.freeze(0)
+
+    def freeze(self, version: int) -> None:
+        """Have the normalizer use the statistics of now, as those of ``version``."""
+        with self._lock:
+            frozen = [moments.frozen(self._settings.epsilon) for moments in self._observations]
+            self._frozen[version] = frozen
+            self.normalizer.load(frozen)
+
+    def renumber(self, version: int) -> None:
+        """Call the statistics that were frozen last those of ``version``."""
+        with self._lock:
+            self._frozen = {version: self._frozen[max(self._frozen)]}
+
+    def take(self, frames: TensorDict, headers: Sequence[Header]) -> None:
+        """Add the frames of a batch, and normalise them unless batches are raw.
+
+        Args:
+            frames: of W rollouts, in their order along the first dimension; written to.
+            headers: of the rollouts.
+        """
+        worker_ids = [*self.worker_ids()]
+        real = frames[TRAJ_IDS] >= 0
+        with self._lock:
+            for leaf, moments in zip(self.normalizer.leaves, self._observations, strict=True):
+                moments.add(frames[leaf.key][real])
+            if self._settings.rewards:
+                returns = self._discounted(frames, [header.worker_id for header in headers])
+                self._returns.add(torch.from_numpy(returns)[real.flatten().cpu()])
+            if not self.is_raw:
+                self._normalize(frames, real)
+            for header in headers:
+                self._oldest[header.worker_id] = header.policy_version[0]
+            oldest = min((self._oldest.get(each, 0) for each in worker_ids), default=0)
+            self._frozen = {v: each for v, each in self._frozen.items() if v >= oldest}
+
+    def _normalize(self, frames: TensorDict, real: torch.Tensor) -> None:
+        """Normalise each observation by the statistics that its frame's policy acted with."""
+        versions = frames[POLICY_VERSION]
+        parts = {v: real & (versions == v) for v in versions[real].unique().tolist()}
+        for index, leaf in enumerate(self.normalizer.leaves):
+            for key in (leaf.key, ("next", *leaf.key)):
+                if (value := frames.get(key, None)) is None:  # left out under "next"
+                    continue
+                dtype = value.dtype if value.is_floating_point() else torch.float32
+                new = torch.zeros_like(value, dtype=dtype)
+                for version, part in parts.items():
+                    frozen = self._frozen[version][index]
+                    new[part] = _normalized(value[part], frozen, self._settings.clip)
+                frames[key] = new
+        frames[_REWARD] = self._scaled(frames[_REWARD])
+
+    def _scaled(self, rewards: torch.Tensor) -> torch.Tensor:
+        """Divide rewards by the deviation of the discounted returns so far."""
+        if not self._settings.rewards:
+            return rewards
+        scale = self._returns.frozen(self._settings.epsilon).view(torch.float64)
+        scale[0] = 0.0
+        return _normalized(rewards, scale.view(torch.int64), self._settings.clip)
+
+    def _discounted(self, frames: TensorDict, worker_ids: Sequence[int]) -> np.ndarray:
+        """Return the discounted sum of rewards up to each frame of its trajectory.
+
+        Returns:
+            float64 ``[frames]``, in the order of ``frames``.
+        """
+        ids = frames[TRAJ_IDS].numpy(force=True)
+        num_steps, gamma = ids.shape[-1], self._settings.gamma
+        ids = ids.reshape(-1, num_steps)
+        sums: np.ndarray = frames[_REWARD].double().numpy(force=True).reshape(ids.shape).copy()
+        # After each pass a sum has twice as many terms: a row takes log(T) operations, not T.
+        reach = 1
+        while reach < num_steps and gamma**reach:
+            same = ids[:, reach:] == ids[:, :-reach]
+            sums[:, reach:] += np.where(same, gamma**reach * sums[:, :-reach], 0.0)
+            reach *= 2
+        powers = gamma ** np.arange(1, num_steps + 1)
+        num_first = (ids == ids[:, :1]).sum(1)
+        last = np.maximum((ids >= 0).sum(1) - 1, 0)
+        rows = np.arange(len(ids)).reshape(len(worker_ids), -1).tolist()
+        for worker_id, own in zip(worker_ids, rows, strict=True):
+            before = self._unfinished.get(worker_id, {})
+            for row in own:
+                if (so_far := before.get(int(ids[row, 0]))) is not None:
+                    num = num_first[row]
+                    sums[row, :num] += so_far * powers[:num]
+            self._unfinished[worker_id] = {
+                int(ids[row, last[row]]): float(sums[row, last[row]]) for row in own
+            }
+        return sums.ravel()
+
+    def normalized(self, frames: TensorDict) -> TensorDict:
+        """Normalise raw frames, see :meth:`.DataCollectorBase.normalize`."""
+        with self._lock:
+            new: TensorDict = _with(self.normalizer(frames), _REWARD, self._scaled)
+        return new
+
+    def completed(self, weights: Any, *, has_models: bool) -> dict[str, torch.Tensor]:
+        """Return weights that the user gave, by name, and the statistics with them.
+
+        Args:
+            weights: the policy's, or with ``models`` also theirs.
+            has_models: the names begin with those of the modules.
+        """
+        # A function without weights has none to give.
+        lacks = callable(weights) and module_of(weights) is None
+        given = {} if lacks else named_tensors(weights)
+        if any(name.startswith(STATISTICS) for name in given):
+            return given
+        start = "" if has_models else "policy."
+        own = state_tensors(nn.ModuleDict({STATISTICS: self.normalizer}))
+        return {f"{start}{name}": value for name, value in given.items()} | own
+
+    def state_dict(self) -> dict[str, Any]:
+        """The statistics of all frames so far, as plain numbers."""
+        with self._lock:
+            moments = [each.state() for each in self._moments]
+        return {"entries": self._names(), "moments": moments}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from such a state; what is frozen stays as it is.
+
+        Raises:
+            ArgumentError: it is of other observations.
+        """
+        own = self._names()
+        if state["entries"] != own:
+            raise ArgumentError(
+                f"the state has statistics of {state['entries']}, this collector normalises {own}: "
+                "load it into one with the same envs and Normalize(observations=...)"
+            )
+        with self._lock:
+            for moments, saved in zip(self._moments, state["moments"], strict=True):
+                moments.load(saved)
+
+    def _names(self) -> list[str]:
+        return [str(leaf) for leaf in self.normalizer.leaves]
+
+
+class _Moments:
+    """Count, mean and sum of squared deviations of all samples so far, in float64.
+
+    Those of two sets of samples are joined by the formula of Chan, Golub and LeVeque, "Updating
+    formulae and a pairwise algorithm for computing sample variances" (1979).
+    """
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        """Start without samples, each of which has this shape."""
+        self._count = 0
+        self._mean = torch.zeros(shape, dtype=torch.float64)
+        self._squares = torch.zeros(shape, dtype=torch.float64)
+
+    def add(self, samples: torch.Tensor) -> None:
+        """Add samples, ``[N, *shape]``; one with a NaN or an infinity does not count."""
+        samples = samples.to(torch.float64)
+        samples = samples[
+            samples.flatten(1).isfinite().all(1) if samples.ndim > 1 else samples.isfinite()
+        ]
+        if not (num := len(samples)):
+            return
+        mean = samples.mean(0)
+        squares = (samples - mean).square_().sum(0).cpu()
+        delta, total = mean.cpu() - self._mean, self._count + num
+        self._mean += delta * (num / total)
+        self._squares += squares + delta.square() * (self._count * num / total)
+        self._count = total
+
+    def frozen(self, epsilon: float) -> torch.Tensor:
+        """Mean and deviation, the square root of variance plus ``epsilon``; 0 and 1 at the start.
+
+        Returns:
+            The bits of float64 numbers, as int64 ``[2, *shape]``: ``WeightSync(wire_dtype=...)``
+            would round floats on their way to the workers, and not on the trainer.
+        """
+        if not self._count:
+            return torch.stack([self._mean, torch.ones_like(self._mean)]).view(torch.int64)
+        deviation = (self._squares / self._count + epsilon).sqrt()
+        return torch.stack([self._mean, deviation]).view(torch.int64)
+
+    def state(self) -> list[Any]:
+        """Return count, mean and sum of squares as plain numbers."""
+        return [self._count, self._mean.tolist(), self._squares.tolist()]
+
+    def load(self, state: Sequence[Any]) -> None:
+        """Continue from such a state."""
+        self._count, *rest = state
+        self._mean, self._squares = (torch.tensor(each, dtype=torch.float64) for each in rest)
+
+
+def _normalized(value: torch.Tensor, frozen: torch.Tensor, clip: float) -> torch.Tensor:
+    """Normalise ``[..., *shape]`` by what :meth:`_Moments.frozen` returned."""
+    mean, deviation = frozen.to(value.device).view(torch.float64)
+    result = value.to(torch.float64).sub(mean).div_(deviation).clamp_(-clip, clip)
+    return result.to(value.dtype if value.is_floating_point() else torch.float32)
+
+
+def _with(tree: Any, key: Key, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return a dict or TensorDict with one entry changed; as it is, if there is no such entry."""
+    name, *rest = key
+    if name not in tree.keys():  # noqa: SIM118 - of a TensorDict
+        return tree
+    changed = tree.copy()
+    changed[name] = _with(tree[name], tuple(rest), change) if rest else change(tree[name])
+    return changed
