@@ -20,7 +20,7 @@ from helpers.counting_envs import (
     check_frames,
 )
 from helpers.loopback_pool import loopback_collector
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torch import nn
 
 import distcollect as dc
@@ -91,7 +91,6 @@ DELIVERIES = {
 
 # These start no processes, so they are fast enough for the full cross product.
 LIGHT = [name for name in DELIVERIES if not name.startswith("rpc")]
-HEAVY = [name for name in DELIVERIES if name.startswith("rpc")]
 _f32, _f64, _i64 = torch.float32, torch.float64, torch.int64
 _bool = torch.bool
 
@@ -373,25 +372,3 @@ def check_a_maker_for_each_worker(delivery: str) -> None:
     way = DELIVERIES[delivery]
     started = replace(way, collector=lambda _, *args, **kw: way.collector(makers, *args, **kw))
     run(started, makers[0])
-
-
-def check_trajectories_do_not_depend_on_the_number_of_workers(
-    delivery: str, static_seed: bool
-) -> None:
-
-    def collect(num_workers: int) -> TensorDict:
-        way = DELIVERIES[delivery if num_workers else "in-process"]
-        settings = {"num_workers": num_workers} if num_workers else {}
-        settings |= {"frames_per_batch": 4 * 50, "envs": 4 // (num_workers or 1)}
-        with way.start("CartPole-v1", **settings) as collector:
-            collector.next(timeout_s=60)  # earlier batches make no difference
-            collector.set_seed(11, static_seed=static_seed)
-            batches = [collector.next(timeout_s=60) for _ in range(2)]
-        return torch.cat([b.reshape(4, 50) for b in batches], 1).exclude("collector")
-
-    expected = collect(0)
-    assert expected["next", "done"].sum() > 4
-    rows = [tuple(row.flatten().tolist()) for row in expected["observation"]]
-    assert len(set(rows)) == (1 if static_seed else 4)
-    for num_workers in (1, 2, 4) if delivery == "loopback-sync" else (2,):
-        assert same(collect(num_workers), expected)

@@ -20,7 +20,6 @@ from helpers.batch_contract import (
     check_a_maker_for_each_worker,
     check_contract,
     check_info_keys,
-    check_trajectories_do_not_depend_on_the_number_of_workers,
     run,
 )
 from helpers.counting_envs import (
@@ -154,8 +153,3 @@ def test_total_frames(delivery: str) -> None:
         with pytest.raises(StopIteration):
             collector.next()
     oracle.check()
-
-
-@pytest.mark.parametrize("static_seed", [False, True])
-def test_trajectories_do_not_depend_on_the_number_of_workers(static_seed: bool) -> None:
-    check_trajectories_do_not_depend_on_the_number_of_workers("loopback-sync", static_seed)

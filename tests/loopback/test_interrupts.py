@@ -297,7 +297,7 @@ def test_collecting_in_the_background_goes_on(operation: str, in_process: bool) 
 
     at = 1
     while interrupt_at(at):
-        at += 1 if SAMPLE is None else 29
+        at += 1 if SAMPLE is None else 41
 
 
 # Where it is raised.

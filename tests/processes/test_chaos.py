@@ -38,13 +38,13 @@ def run(seconds: int, *arguments: str) -> None:
     assert "all checks held; seed" in done.stdout
 
 
-LENGTHS_S = [24, pytest.param(1800, marks=pytest.mark.slow)]
+LENGTHS_S = [16, pytest.param(1800, marks=pytest.mark.slow)]
 
 
 @pytest.mark.timeout(1800 + END_S + 20)
 @pytest.mark.parametrize("seconds", LENGTHS_S)
 def test_workers_in_trouble(seconds: int) -> None:
-    run(seconds, "--round", "12")
+    run(seconds, "--round", "8")
 
 
 @pytest.mark.timeout(1800 + END_S + 20)

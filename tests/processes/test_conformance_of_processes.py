@@ -12,7 +12,6 @@ import torch
 from gymnasium.vector import AsyncVectorEnv
 from helpers.batch_contract import (
     DELIVERIES,
-    HEAVY,
     LIGHT,
     SPACES,
     check_contract,
@@ -33,9 +32,13 @@ import distcollect as dc
 
 @pytest.mark.parametrize("kind", ASYNC_KINDS)
 @pytest.mark.parametrize("spaces", SPACES[:2], ids="-".join)
-@pytest.mark.parametrize("delivery", LIGHT)
-def test_every_env_kind(delivery: str, kind: str, spaces: tuple[str, str]) -> None:
-    check_contract(delivery, kind, spaces)
+def test_every_env_kind(kind: str, spaces: tuple[str, str]) -> None:
+    check_contract("in-process", kind, spaces)
+
+
+@pytest.mark.parametrize("delivery", LIGHT[1:])
+def test_an_async_vector_env_of_workers(delivery: str) -> None:
+    check_contract(delivery, "async-next", SPACES[0])
 
 
 @pytest.mark.parametrize("spaces", SPACES[2:], ids="-".join)
@@ -65,15 +68,16 @@ def test_wrappers_that_change_live_arrays_in_place() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "spaces"),
+    ("delivery", "kind", "spaces"),
     [
-        ("plain", ("dict", "dict")),
-        ("sync-next", ("box64", "box")),
-        ("async-same-live", ("image", "tuple")),
+        ("rpc-sync", "plain", ("dict", "dict")),
+        ("rpc-async", "sync-next", ("box64", "box")),
+        ("rpc-multi", "async-same-live", ("image", "tuple")),
+        ("rpc-multia", "plain", ("dict", "dict")),
+        ("rpc-one", "async-same-live", ("image", "tuple")),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
-@pytest.mark.parametrize("delivery", HEAVY)
 def test_worker_processes(delivery: str, kind: str, spaces: tuple[str, str]) -> None:
     check_contract(delivery, kind, spaces)
 

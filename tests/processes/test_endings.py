@@ -93,11 +93,11 @@ Run = Callable[..., Program]
 @pytest.mark.parametrize(
     ("launcher", "kind", "end"),
     [
-        pytest.param(PYTHON, "fine", "normal", id="python-normal"),
+        pytest.param(PYTHON, "fine", "normal", id="python-normal", marks=slow),
         pytest.param(PYTHON, "fine", "break", id="python-break"),
         pytest.param(PYTHON, "fine", "raise", id="python-raise"),
         pytest.param(PYTHON, "vector", "normal", id="python-vector-normal", marks=slow),
-        pytest.param(PYTHON, "vector", "break", id="python-vector-break"),
+        pytest.param(PYTHON, "vector", "break", id="python-vector-break", marks=slow),
         pytest.param(PYTHON, "vector", "raise", id="python-vector-raise"),
         pytest.param(ONE_WORKER, "fine", "normal", id="torchrun-normal", marks=slow),
         pytest.param(ONE_WORKER, "fine", "break", id="torchrun-break", marks=slow),
@@ -126,8 +126,8 @@ def test_ends_by_itself(run: Run, launcher: list[str], kind: str, end: str) -> N
     [
         ("fine", "SIGINT", True),
         pytest.param("fine", "SIGTERM", False, marks=slow),
-        ("fine", "SIGKILL", False),
-        ("hang", "SIGINT", False),
+        pytest.param("fine", "SIGKILL", False, marks=slow),
+        pytest.param("hang", "SIGINT", False, marks=slow),
         pytest.param("hang", "SIGKILL", False, marks=slow),
         ("gil", "SIGINT", True),
         ("gil", "SIGTERM", False),

@@ -18,7 +18,7 @@ def launch(what: str, num_ranks: int) -> list:
         variables = slurm_variables(rank, 1, num_ranks)
         # Otherwise the worker's rank would leave the same global variable.
         does = what if rank == 0 or what == "group" else "nothing"
-        limit = {"DISTCOLLECT_EXIT_TIMEOUT_S": "100" if does in {"group", "nothing"} else "5"}
+        limit = {"DISTCOLLECT_EXIT_TIMEOUT_S": "100" if does in {"group", "nothing"} else "3"}
         started.append(start([sys.executable, SCRIPT, does], **variables, **limit))
     return started
 
@@ -37,7 +37,7 @@ def test_a_destructor_that_holds_the_lock(
     trainer, worker = launch(what, 2)
     output, _ = trainer.communicate(timeout=100)
     assert trainer.returncode == code, output
-    assert f"{culprit} did not end within 5 s" in output
+    assert f"{culprit} did not end within 3 s" in output
     assert f"ended with exit code {code}" in output
     assert "in __del__" in output  # where it hangs
     if what == "variable":

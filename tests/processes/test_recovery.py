@@ -205,10 +205,9 @@ def test_a_missing_share_can_wait_for_the_replacement(marked: Marked) -> None:
     balances(collector, checker)
 
 
-@modes
-def test_a_stopped_worker_is_found_by_its_silence(marked: Marked, sync: bool) -> None:
+def test_a_stopped_worker_is_found_by_its_silence(marked: Marked) -> None:
     checker = Checker()
-    with collect_with(sync, faults=dc.Faults(silence_timeout_s=2)) as collector:
+    with collect_with(False, faults=dc.Faults(silence_timeout_s=2)) as collector:
         until(collector, checker, lambda: len(checker.pids) == 2, SOON_S)
         stopped = checker.pids[1]
         stop_process(stopped)
@@ -240,11 +239,10 @@ def test_a_worker_that_is_stopped_for_a_moment_stays(marked: Marked) -> None:
     balances(collector, checker)
 
 
-@modes
-def test_a_hung_step_is_found_by_the_watchdog(marked: Marked, sync: bool) -> None:
+def test_a_hung_step_is_found_by_the_watchdog(marked: Marked) -> None:
     checker = Checker()
     faults = dc.Faults(step_timeout_s=1)
-    with collect_with(sync, hangs_once, faults=faults) as collector:
+    with collect_with(True, hangs_once, faults=faults) as collector:
         until(collector, checker, lambda: collector.ledger.total.lost.get("hung", 0) > 0, SOON_S)
         until(collector, checker, lambda: collector.num_workers == 2, JOIN_S)
     assert balances(collector, checker)["hung"] > 0

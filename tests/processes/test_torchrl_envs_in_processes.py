@@ -21,7 +21,7 @@ def test_the_same_frames_as_from_torchrls_collector(zoo: Any) -> None:
     check_the_same_frames_as_from_torchrls_collector(zoo, "parallel")
 
 
-@pytest.mark.parametrize("cat_results", [0, -1, "stack"])
+@pytest.mark.parametrize("cat_results", [-1, "stack"])
 def test_entries_whose_shape_changes_at_each_step(zoo: Any, cat_results: Any) -> None:
     settings = {"frames_per_batch": 16, "cat_results": cat_results}
     with dc.MultiSyncDataCollector([zoo.Growing] * 2, **settings) as collector:
