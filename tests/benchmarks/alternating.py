@@ -16,38 +16,8 @@ import distcollect as dc
 from benchmarks.contenders import arguments, bare_loop
 from benchmarks.items import Values
 from benchmarks.workloads import WORKLOADS
-from distcollect.rollout.slabs import AnySlab
-from distcollect.telemetry.recorder import StatsRecorder
-from distcollect.telemetry.step_timer import StepTimer
 
 _FEWEST_PAIRS = 8
-_NEVER = 1 << 62
-
-
-class _NoStepTimer(StepTimer):
-    """Measures nothing."""
-
-    def begin(self) -> None:
-        self.due = _NEVER
-
-    def end(self) -> None:
-        """Do nothing."""
-
-    def collected(self, slab: AnySlab, rests: tuple[int, ...] = ()) -> None:
-        """Do nothing."""
-
-
-class _NoStatsRecorder(StatsRecorder):
-    """Records nothing."""
-
-    def switch_to(self, activity: object) -> None:
-        """Do nothing."""
-
-    def collected(self, header: object, asked_at: int | None = None) -> None:
-        """Do nothing."""
-
-    def delivered(self, batch: object, at: int | None = None) -> None:
-        """Do nothing."""
 
 
 def run_beside_bare(seconds: float, *, name: str) -> Values:
@@ -67,33 +37,6 @@ def run_seeded(seconds: float, *, name: str) -> Values:
         seeded.set_seed(1)
         clocks = {"time": time.perf_counter, "cpu": time.process_time}
         return in_turn(seeded.next, other.next, seconds, **clocks)
-
-
-def run_ray(seconds: float, *, name: str) -> Values:
-    """Frames/s of two workers that Ray starts over that of two local ones.
-
-    In sync mode: so the workers of one collector do nothing while the other one's collect.
-    """
-    workload = WORKLOADS[name]
-    given = arguments(workload, num_workers=2, sync=True)
-    given["frames_per_batch"] *= 2
-    ray = {"num_cpus": 2, "include_dashboard": False}
-    with (
-        dc.RPCDataCollector(**given) as local,
-        dc.RayDataCollector(**given, ray_init_config=ray) as placed,
-    ):
-        return in_turn(local.next, placed.next, seconds, speed=time.perf_counter)
-
-
-def run_counting(seconds: float, *, name: str) -> Values:
-    """CPU time of a batch with statistics over that of a batch without."""
-    torch.set_num_threads(1)
-    # Two policies would choose other actions, and their episodes would have other lengths.
-    given = arguments(WORKLOADS[name])
-    with dc.SyncDataCollector(**given) as counting, dc.SyncDataCollector(**given) as other:
-        other._stats_recorder = _NoStatsRecorder()
-        other._backend.engine.step_timer = _NoStepTimer(WORKLOADS[name].num_envs)
-        return in_turn(counting.next, other.next, seconds, cpu=time.thread_time)
 
 
 def in_turn(

@@ -6,10 +6,8 @@ loops side by side, in a process each: workers whose communication costs nothing
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,9 +17,7 @@ from benchmarks.items import Values
 from benchmarks.windows import Batch, frames_per_s
 from benchmarks.workloads import SLEEPING, WORKLOADS, Workload
 from distcollect.commands.bench import BareLoop, loop_processes
-from distcollect.commands.collect.saved import SavedFrames
 
-_SAVED_ROLLOUTS = 50  # in each folder
 _RANDOM_STEPS = 128
 
 
@@ -83,22 +79,3 @@ def run_sleeping(seconds: float, *, num_workers: int, random: bool) -> Values:
         given["policy"] = None
     with dc.RPCDataCollector(**given) as collector:
         return {"frames_per_s": frames_per_s(counted(collector), seconds)}
-
-
-def run_saved(seconds: float, *, name: str) -> Values:
-    """RPCDataCollector that writes frames to disk, as ``distcollect collect`` does."""
-    workload = WORKLOADS[name]
-    with dc.RPCDataCollector(**arguments(workload, num_workers=2)) as collector:
-        return {"frames_per_s": frames_per_s(_saved(collector, workload), seconds)}
-
-
-def _saved(collector: Any, workload: Workload) -> Iterator[Batch]:
-    while True:
-        num_frames = _SAVED_ROLLOUTS * workload.rollout_frames
-        with (
-            tempfile.TemporaryDirectory(dir=".") as folder,
-            SavedFrames(Path(folder), num_frames, {}) as saved,
-        ):
-            while not saved.is_complete:
-                batch = collector.next()
-                yield int(batch["collector", "worker_id"][0, 0]), saved.add(batch)

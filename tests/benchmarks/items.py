@@ -78,9 +78,6 @@ def _workload(name: str, about: str, needs: tuple[str, ...] = ()) -> Item:
             num_workers=2,
         ),
         "rpc-async-x2": contender("RPCDataCollector", "contenders:run_workers", "bare-x2", **rpc),
-        "rpc-async-x2-disk": contender(
-            "the same, frames written to this folder's disk", "contenders:run_saved", "rpc-async-x2"
-        ),
         "torchrl": contender("torchrl Collector", "peers:run_torchrl", "bare", *_TORCHRL),
         "torchrl-rpc-x2": contender(
             'torchrl RPCCollector(launcher="mp")', "peers:run_torchrl_rpc", "bare-x2", *_TORCHRL
@@ -176,13 +173,6 @@ ITEMS: dict[str, Item] = {
     ),
     "seeded": _in_turn(
         "SyncDataCollector with and without a seed, in turn", "alternating:run_seeded", _CARTPOLES
-    ),
-    "counting": _in_turn("what statistics cost", "alternating:run_counting", _CARTPOLES),
-    "ray": _in_turn(
-        "two workers that Ray starts and two without Ray, in turn",
-        "alternating:run_ray",
-        ("cartpole-16", "big-obs"),
-        "ray",
     ),
     "native": Item(
         "SyncDataCollector and a bare loop over the same vector env, in turn",

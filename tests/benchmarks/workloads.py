@@ -202,6 +202,5 @@ WORKLOADS: dict[str, Workload] = {
     "cartpole-16": Workload(*_CARTPOLE, 16, 256),
     "cartpole-64": Workload(*_CARTPOLE, 64, 64),
     "atari": Workload(make_breakout, cnn_policy, 4, 64),
-    "big-obs": Workload(partial(BigEnv, 1024), corner_policy, 1, 32),
     "pixels": Workload(partial(BigEnv, 256), corner_policy, 1, 64),
 }

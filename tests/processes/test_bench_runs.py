@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 from benchmarks.__main__ import main as compare
-from benchmarks.items import Part
-from benchmarks.runner import run_item
 from helpers.marked import Marked
 
 from distcollect.commands.main import main
@@ -55,20 +53,6 @@ def test_nothing_is_left_when_bench_is_killed(marked: Marked) -> None:
     bench.kill()
     bench.wait(10)
     assert marked.gone(), marked.left()
-
-
-def test_a_peer_that_is_missing_or_fails_stops_no_comparison() -> None:
-    parts = {
-        "sync": Part("a peer", "contenders:run_bare", needs=("no_such_module",)),
-        "no-such-part": Part("another", "contenders:run_bare"),
-        "bare": Part("a third", "contenders:run_bare", limit_s=0.1),
-    }
-    outcomes = run_item("cartpole-1", parts, repeats=2, seconds=0.01, progress=lambda _: None)
-    assert [o.status for o in outcomes.values()] == ["not installed", "failed", "failed"]
-    assert outcomes["sync"].reason == "no_such_module"
-    assert "KeyError" in outcomes["no-such-part"].reason
-    assert "no result within 0.2 s" in outcomes["bare"].reason
-    assert outcomes["bare"].values == [None, None]
 
 
 def test_a_comparison(tmp_path: Path, marked: Marked, capsys: pytest.CaptureFixture[str]) -> None:

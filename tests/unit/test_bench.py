@@ -9,8 +9,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from benchmarks.__main__ import main as compare
-from benchmarks.command import paired, select
+from benchmarks.command import paired
 from benchmarks.items import ITEMS
 from benchmarks.runner import Outcome
 from benchmarks.windows import NotEnough, frames_per_s
@@ -91,16 +90,6 @@ def test_a_window_counts_whole_batches_of_each_source_after_the_warm_up() -> Non
     assert frames_per_s(batches(), 20, clock=lambda: now) == pytest.approx(10 / 2 + 30 / 3)
     with pytest.raises(NotEnough):
         frames_per_s(iter([(0, 1)] * 5), 1.0)
-
-
-def test_selection_of_what_is_compared(capsys: pytest.CaptureFixture[str]) -> None:
-    assert {name: list(parts) for name, parts in select(["cartpole-1"], ["sync"]).items()} == {
-        "cartpole-1": ["sync"]
-    }
-    assert compare(["--workload", "pong"]) == 2
-    assert "--workload pong: unknown; there are: cartpole-1, " in capsys.readouterr().err
-    assert compare(["--list"]) == 0
-    assert "torchrl-rpc-x2" in capsys.readouterr().out
 
 
 def test_every_part_names_a_function() -> None:

@@ -92,7 +92,7 @@ class Uneven:
 
 
 @pytest.mark.parametrize("fresh", [False, True])
-@pytest.mark.parametrize("at", range(1, 40, 3))
+@pytest.mark.parametrize("at", range(1, 40, 6))
 def test_rows_that_drift_apart(at: int, fresh: bool) -> None:
     engine = engine_of(Uneven(at), SummingPolicy())
     batch = collect(engine, 10, fresh=fresh)
