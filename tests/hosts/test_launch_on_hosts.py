@@ -14,10 +14,8 @@ from helpers.launching import (
     MENDED,
     PUSHED,
     PUSHED_ONCE,
-    SCRIPT,
     TRAINERS,
     finish,
-    report,
     slurm_variables,
     start,
 )
@@ -42,18 +40,6 @@ def on_host(three_hosts):
         for variable in three_hosts.env.items():
             patch.setenv(*variable)
         yield lambda host, *command: [*three_hosts.on(host), *command]
-
-
-def test_slurm_variables_on_three_hosts(on_host):
-    ranks = [
-        start(on_host(1 + rank, sys.executable, SCRIPT), **slurm_variables(rank, NUM_HOSTS, 1))
-        for rank in range(NUM_HOSTS)
-    ]
-    for seen in report(finish(ranks)[0]):
-        assert seen["workers"] == [0, 1]
-        # They have their own process ids, so these can't be mistaken for ids of this host.
-        assert seen["workers whose memory is mapped"] == 0
-        assert seen["listening"] == [f"{os.environ['DC_NET']}.1"]
 
 
 def test_a_host_that_was_unplugged_comes_back(on_host):
@@ -144,6 +130,7 @@ def await_line(process, wanted):
     raise AssertionError(f"{wanted!r} never came")
 
 
+@pytest.mark.slow  # processes/test_launch.py has two trainers on one host
 def test_two_trainers_on_three_hosts(on_host):
     options = ["-m", "torch.distributed.run", "--nnodes=3", "--nproc-per-node=2"]
     options += ["--rdzv-backend=c10d", "--rdzv-endpoint=node1:29512", "--rdzv-id=trainers"]

@@ -55,6 +55,7 @@ def test_nothing_is_left_when_bench_is_killed(marked: Marked) -> None:
     assert marked.gone(), marked.left()
 
 
+@pytest.mark.slow
 def test_a_comparison(tmp_path: Path, marked: Marked, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "compared.json"
     chosen = ["--workload=cartpole-16", "--part=bare", "--part=async"]
