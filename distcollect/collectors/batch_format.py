@@ -163,8 +163,8 @@ class WholeTrajectories:
                 "out, or increase frames_per_batch"
             )
         return BatchTimeout(
-            f"trajs_per_batch={self._num_per_batch or 1}, but within {limit_s:g} s only "
-            f"{self.num_whole} trajectories were whole; {hint}"
+            f"trajs_per_batch={self._num_per_batch or 1}, but the number of whole trajectories "
+            f"within {limit_s:g} s was {self.num_whole}; {hint}"
         )
 
     def add(self, rows: TensorDict, headers: Sequence[Header]) -> None:

@@ -92,6 +92,9 @@ class CollectorOptions:
         info_keys: entries of ``info`` that the batch holds as if they were observations: a
             list of names, or ``{name: space}`` where the first reset and step don't show them.
         clip_actions: clip actions to the bounds of a Box space before the envs get them.
+        check_nan: raise ``EnvError`` if an observation or a reward is NaN or infinite, at the end
+            of the rollout, instead of delivering it; not for TorchRL's envs, for which TorchRL has
+            the transform ``FiniteTensorDictCheck``.
         auto_register_policy_transforms: None, True: TorchRL envs get the transforms that a
             recurrent policy of TorchRL needs and they lack. False: they stay as they are.
         models: further modules, by name, whose weights are published with the policy's.
@@ -131,6 +134,7 @@ class CollectorOptions:
     exploration_type: object = Exploration.RANDOM
     info_keys: InfoKeys = None
     clip_actions: bool = False
+    check_nan: bool = True
     auto_register_policy_transforms: bool | None = None
     models: Mapping[str, nn.Module] | None = None
     normalize: Normalize | None = None
@@ -278,6 +282,7 @@ class CollectorOptions:
             max_frames_per_traj=self.max_frames_per_traj,
             reset_at_each_iter=self.reset_at_each_iter,
             clip_actions=self.clip_actions,
+            check_nan=self.check_nan,
             models=self.published_models,
             max_env_faults=self.fault_limits.max_env_faults,
             traces=traces,

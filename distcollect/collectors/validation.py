@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableSequence
 from dataclasses import fields
 from typing import Any, NamedTuple, TypeGuard
 
@@ -14,6 +14,7 @@ from distcollect.collectors import pickling
 from distcollect.collectors.replay import ReplayBuffer, num_dims
 from distcollect.collectors.stacklevel import users_stack_level
 from distcollect.common import checks
+from distcollect.common.tables import counted
 from distcollect.config import (
     EvaluationWorkers,
     Faults,
@@ -53,8 +54,8 @@ _TYPES: _Rules = {
     "post_collect_hook": (callable, "a function"),
     "init_fn": (callable, "a function"),
     "replay_buffer": (
-        lambda value: isinstance(value, ReplayBuffer),
-        "an object with a method extend(frames), as TorchRL's buffers are",
+        lambda value: isinstance(value, ReplayBuffer) and not isinstance(value, MutableSequence),
+        "an object with a method extend(frames) for a TensorDict [F], as TorchRL's buffers are",
     ),
     "total_frames": (_is_whole, "a whole number"),
     "preemptive_threshold": (_is_number, "a number"),
@@ -210,8 +211,9 @@ def env_makers(create_env_fn: object, num_workers: int) -> list[object]:
     if isinstance(create_env_fn, list | tuple):
         if len(create_env_fn) != num_workers:
             raise ArgumentError(
-                f"create_env_fn has {len(create_env_fn)} makers for {num_workers} worker(s): a "
-                "list has one for each worker; use envs_per_worker for several envs in each"
+                f"create_env_fn has {counted(len(create_env_fn), 'maker')} for "
+                f"{counted(num_workers, 'worker')}: a list has one for each worker; use "
+                "envs_per_worker for several envs in each"
             )
         makers = list(create_env_fn)
     else:
@@ -352,9 +354,14 @@ def _device(name: str, value: Any, *, here: bool) -> torch.device | None:
     except (RuntimeError, TypeError) as error:
         raise ArgumentError(f"{name}={value!r}: {error}") from error
     if here and device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        known = [f"'cuda:{index}'" for index in range(torch.cuda.device_count())]
+        reason = "" if torch.version.cuda else ", and its torch was built without CUDA"
         raise ArgumentError(
-            f"{name}={str(device)!r}: this process sees {torch.cuda.device_count()} GPU(s); name "
-            "one of these, or 'cpu'"
+            f"{name}={str(device)!r}: this process has only the GPUs {', '.join(known)}: use one "
+            "of these, or 'cpu'"
+            if known
+            else f"{name}={str(device)!r}: this process has no GPU that torch can use{reason}: use "
+            "'cpu', or leave the argument out"
         )
     return device
 

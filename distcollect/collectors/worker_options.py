@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from distcollect.collectors import pickling, validation
 from distcollect.collectors.options import CollectorOptions, EnvMaker
+from distcollect.common.tables import counted
 from distcollect.config import EvaluationWorkers, Staleness, WeightSync
 from distcollect.engine.pickled_plan import PickledPlan
 from distcollect.engine.plan import WorkerPlan
@@ -123,8 +124,8 @@ class WorkerOptions(CollectorOptions):
             validation.num_steps(self, self.envs_per_worker)
         if len(self.factories) not in (0, 1, self.num_to_start):
             raise ArgumentError(
-                f"policy_factory has {len(self.factories)} entries for {self.num_to_start} "
-                "worker(s): a list has one for each worker"
+                f"policy_factory has {len(self.factories)} factories for "
+                f"{counted(self.num_to_start, 'worker')}: a list has one for each worker"
             )
 
     @property

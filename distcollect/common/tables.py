@@ -1,9 +1,14 @@
-"""Tables as plain text."""
+"""Tables and numbers as plain text."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from itertools import count
+
+
+def counted(number: int, thing: str) -> str:
+    """Return "1 worker", "2 workers"."""
+    return f"{number:,} {thing}{'s' * (number != 1)}"
 
 
 def text_table(rows: Iterable[Sequence[str]], left: Collection[int] = ()) -> str:

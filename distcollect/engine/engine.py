@@ -8,18 +8,17 @@ integration for those that give the results of some rows at a time.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
-
-import numpy as np
 
 from distcollect.common.clock import clock_ns
 from distcollect.common.step_counter import StepCounter
 from distcollect.engine.aligned_loop import AlignedLoop
 from distcollect.engine.base import EngineBase, seed_global_generators
+from distcollect.engine.finite import FiniteCheck
 from distcollect.engine.plan import WorkerPlan
 from distcollect.engine.ragged_loop import RaggedLoop
 from distcollect.engine.rollout_loop import RolloutLoop, Trajectories, action_bounds
+from distcollect.envs.bad_actions import check_actions
 from distcollect.envs.base import EnvBatch, Faulted
 from distcollect.errors import ArgumentError, PolicyError
 from distcollect.integrations import load
@@ -31,8 +30,6 @@ from distcollect.policy.user import UserPolicy
 from distcollect.rollout.layout import Layout
 from distcollect.rollout.slab import Slab
 from distcollect.rollout.spaces import leaves_of, overlaps
-
-log = logging.getLogger(__name__)
 
 
 class Engine(EngineBase):
@@ -85,13 +82,13 @@ class Engine(EngineBase):
         state = self._policy.state
         self._random_policy = RandomPolicy(envs.action_space, envs.num_ready, state)
         self._seeds: Sequence[int] | None = None  # of the next reset
-        self._warned_of_rewards = False
+        self._finite = FiniteCheck(envs) if plan.check_nan else None
         try:
             envs.reset()
         except Faulted as faulted:
             raise faulted.faults[0].error from faulted.__cause__
         first = {key: array.copy() for key, array in envs.obs.items()}
-        self._policy.try_out()
+        check_actions(envs, self._policy.try_out())
         # It may have changed its input in place.
         for key, array in envs.obs.items():
             array[:] = first[key]
@@ -138,12 +135,9 @@ class Engine(EngineBase):
                 array.fill(0)
         with policy.exploring():
             self._loop.fill(slab, policy, fresh=fresh)
-        if not self._warned_of_rewards and np.isinf(slab.reward).any():
-            self._warned_of_rewards = True
-            log.warning(
-                "an env returned a reward that is infinite, or too large for float32, as which "
-                "batches hold rewards: scale the rewards in a wrapper"
-            )
+        check_actions(self.envs, slab.action.values(), slab.traj_ids >= 0)
+        if self._finite is not None:
+            self._finite.check(slab)
         self.step_timer.collected(slab, self._trajectories.rests_in(slab.traj_ids))
 
     def _reset(self) -> None:

@@ -14,6 +14,7 @@ from distcollect.common.backoff import backoff_s
 from distcollect.common.seeding import Stream, env_seed
 from distcollect.common.signals import Wakeup
 from distcollect.common.step_counter import StepCounter
+from distcollect.common.tables import counted
 from distcollect.engine.interrupts import Stopped
 from distcollect.envs.base import Envs, Fault
 from distcollect.errors import EnvError
@@ -116,7 +117,7 @@ class EnvRecovery:
         unsaid, now = "", time.monotonic()
         if now - self._warned_since > _WARNINGS_S:
             if self._num_warnings > _MOST_WARNINGS:
-                unsaid = f" ({self._num_warnings - _MOST_WARNINGS:,} faults before were not logged)"
+                unsaid = f" (not logged: {counted(self._num_warnings - _MOST_WARNINGS, 'fault')})"
             self._num_warnings, self._warned_since = 0, now
         self._num_warnings += 1
         if self._num_warnings <= _MOST_WARNINGS:
@@ -157,6 +158,6 @@ def _final_error(error: EnvError, num_rebuilt: int) -> EnvError:
     """``error``, with the number of new envs that did not help."""
     if not num_rebuilt:
         return error
-    final = EnvError(f"{error.message} (it was replaced {num_rebuilt} times in a row)")
+    final = EnvError(f"{error.message} (it was replaced {counted(num_rebuilt, 'time')} in a row)")
     final.__cause__ = error
     return final

@@ -45,6 +45,7 @@ class WorkerPlan:
         reset_at_each_iter: start every rollout with a reset of all envs.
         clip_actions: clip actions to the bounds of a Box action space before they go to the envs.
             The batch keeps the action that the policy chose.
+        check_nan: raise where observations or rewards are NaN or infinite.
         swap_within_rollouts: use new weights from the next step on; False: from the next rollout.
         exact_version: collect each rollout with the version that the request names.
     """
@@ -71,6 +72,7 @@ class WorkerPlan:
     max_frames_per_traj: int | None = None
     reset_at_each_iter: bool = False
     clip_actions: bool = False
+    check_nan: bool = True
     swap_within_rollouts: bool = True
     exact_version: bool = False
 

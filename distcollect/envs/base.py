@@ -22,6 +22,7 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import VectorEnv
 
+from distcollect.envs.bad_actions import blamed
 from distcollect.envs.coercion import MisfitError, write
 from distcollect.errors import EnvError
 from distcollect.rollout.spaces import Arrays, Leaf, leaf_spaces, leaves_of
@@ -348,6 +349,7 @@ class EnvBatch(Envs):
 
         Raises:
             Faulted: an env raised, or its observation does not fit its space.
+            PolicyError: an env raised, and its action is not in the action space.
         """
         if rows is None:
             self._num_steps += 1
@@ -369,6 +371,8 @@ class EnvBatch(Envs):
             self._keep_final(to_reset)
             self._reset_rows(to_reset)
         if self._faults:
+            faults, self._faults = self._faults, []
+            self._faults = blamed(self, faults, action)
             raise self._faulted()
         return result
 
@@ -473,9 +477,8 @@ class EnvBatch(Envs):
         if not isinstance(error, MisfitError):
             return super()._as_env_error(error, call, row)
         # The number of the last step is counted over all episodes.
-        misfit = EnvError(f"{self.name(row)}: {call}() returned {error} (step {self._num_steps:,})")
-        misfit.__cause__ = error
-        return misfit
+        # Without the MisfitError as its cause: the traceback would show our own code only.
+        return EnvError(f"{self.name(row)}: {call}() returned {error} (step {self._num_steps:,})")
 
 
 class NamingEnv:
@@ -492,7 +495,8 @@ class NamingEnv:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, Exception) and not isinstance(error, EnvError):
-            raise self._named(error) from error
+            named = self._named(error)
+            raise named from named.__cause__
 
 
 def with_key_paths(leaves: tuple[Leaf, ...], space: Space) -> list[tuple[Leaf, KeyPath]]:

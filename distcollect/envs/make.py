@@ -14,6 +14,7 @@ import gymnasium as gym
 import torch
 from gymnasium.envs.registration import find_highest_version, parse_env_id
 
+from distcollect.common.tables import counted
 from distcollect.envs.base import Envs, InfoKeys, Maker, describe
 from distcollect.envs.kinds import EnvKind, is_env, kind_of
 from distcollect.envs.vector_ids import VectorMaker, vector_maker
@@ -68,9 +69,10 @@ def check_env_id(env_id: str) -> None:
             return
         gym.spec(name)
     except gym.error.Error as err:
+        why = str(err)
         raise ArgumentError(
-            f"no env {env_id!r}: {str(err).rstrip('.')}. If a module has to be imported to "
-            "register the env, write 'module:id'"
+            f"no env {env_id!r}: {why}{'' if why.endswith(('.', '?')) else '.'} If a module has to "
+            "be imported to register the env, write 'module:id'"
         ) from err
 
 
@@ -117,7 +119,7 @@ def make_envs(
     makers: list[Any] = list(given) if is_list else [given] * num_envs
     if len(makers) != num_envs:
         raise ArgumentError(
-            f"the list has {len(makers)} envs, but {num_envs} are needed: list as many"
+            f"the list has {counted(len(makers), 'env')}, but {num_envs} are needed: list as many"
         )
     envs: list[Any] = []
     opened: list[Any] = []
@@ -163,8 +165,8 @@ def _steps_all_rows(envs: Sequence[Any], num_envs: int, *, is_list: bool) -> boo
         )
     if num_envs not in (1, num_rows):
         raise ArgumentError(
-            f"{env} has {num_rows} envs, but {num_envs} are asked for: ask for {num_rows}, or "
-            "for 1 to use it as it is"
+            f"{env} has {counted(num_rows, 'env')}, but {num_envs} are asked for: ask for "
+            f"{num_rows}, or for 1 to use it as it is"
         )
     return True
 

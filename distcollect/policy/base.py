@@ -197,7 +197,7 @@ class Policy(ABC):
         """Return a context for the calls of a rollout; it can be entered once."""
         return torch.no_grad()
 
-    def try_out(self) -> None:
-        """Call the policy for the first time, to learn which extras it returns."""
+    def try_out(self) -> Sequence[np.ndarray]:
+        """Call the policy for the first time, to learn which extras it returns; its action."""
         with self.exploring():
-            self()
+            return self()[0]

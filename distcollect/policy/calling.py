@@ -13,10 +13,10 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import nn
 
-from distcollect.errors import PolicyError, PolicySignatureError
+from distcollect.errors import PolicyError, PolicyKeyError, PolicySignatureError
 from distcollect.policy.normalize import Normalizer
 from distcollect.policy.weight_layout import called_by
-from distcollect.rollout.spaces import Arrays, Key, nested, unflatten
+from distcollect.rollout.spaces import Arrays, Key, as_key, nested, unflatten
 
 Tensors = dict[Key, torch.Tensor]
 _Change = Callable[[torch.Tensor], torch.Tensor]
@@ -168,10 +168,14 @@ def assign(
         elif (
             parameter.default is parameter.empty and parameter.kind is not parameter.VAR_POSITIONAL
         ):
+            known = ", ".join(entries)
             raise PolicySignatureError(
                 "Arguments to policy.forward are incompatible with entries in the observation: the "
-                f"policy's parameter {name!r} is no entry of it; its entries are: "
-                f"{', '.join(entries) or 'none'}"
+                f"policy's parameter {name!r} is no entry of it; "
+                + (f"its entries are: {known}" if known else "it is one array, without entries")
+                + f". If {name!r} is the state of a recurrent policy, give the policy a method "
+                "initial_state(num_envs) that returns its first values by name. Otherwise give the "
+                "parameter a default, or leave it out"
             )
     return positional, named
 
@@ -183,6 +187,20 @@ def _copied(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(map(_copied, value))
     return value
+
+
+def raised(error: Exception, given: Iterable[Any]) -> PolicyError:
+    """Return the error for a policy that raised.
+
+    Args:
+        error: what it raised.
+        given: the keys of its input.
+    """
+    said = f"the policy raised {type(error).__name__}: {error}"
+    if not isinstance(error, KeyError):
+        return PolicyError(said)
+    names = ", ".join(repr(key[0] if len(key) == 1 else key) for key in map(as_key, given))
+    return PolicyKeyError(f"{said}. It was given {names}: name these in in_keys, or read these")
 
 
 def takes_tensordict(policy: Callable[..., Any]) -> bool:

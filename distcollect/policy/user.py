@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from tensordict.nn import set_interaction_type
 
-from distcollect.errors import PolicyError, PolicyKeyError
+from distcollect.errors import PolicyError
 from distcollect.policy.base import Exploration, Policy, PolicyOutput
-from distcollect.policy.calling import Inputs, calling_convention, moved
+from distcollect.policy.calling import Inputs, calling_convention, moved, raised
 from distcollect.policy.noise import Actions, without_noise, wrappers_of
 from distcollect.policy.normalize import Normalizer
 from distcollect.policy.outputs import OutputReader
@@ -118,8 +118,7 @@ class UserPolicy(Policy):
         except PolicyError:
             raise
         except Exception as error:
-            kind = PolicyKeyError if isinstance(error, KeyError) else PolicyError
-            raise kind(f"the policy raised {type(error).__name__}: {error}") from error
+            raise raised(error, self._inputs.tensors) from error
         if self.state is not None:
             self.state.advance(state, rows)
         return actions, extras

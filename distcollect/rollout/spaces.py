@@ -168,6 +168,18 @@ def unflatten(space: gym.Space[Any], parts: Iterator[Any]) -> Any:
             return next(parts)
 
 
+def limits_of(space: gym.Space[Any]) -> tuple[Any, Any] | None:
+    """The lowest and the highest value of a leaf space of whole numbers; None for a Box."""
+    match space:
+        case spaces.Discrete(start=start, n=n):
+            return int(start), int(start + n - 1)
+        case spaces.MultiDiscrete(start=start, nvec=nvec):
+            return start, start + nvec - 1
+        case spaces.MultiBinary():
+            return 0, 1
+    return None
+
+
 def nested(flat: Mapping[Key, Any]) -> dict[str, Any]:
     """``{("a", "b"): x}`` as ``{"a": {"b": x}}``."""
     tree: dict[str, Any] = {}

@@ -13,7 +13,7 @@ from collections import Counter
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from distcollect.common.tables import text_table
+from distcollect.common.tables import counted, text_table
 from distcollect.results import EnvFault, EpisodeStats, Stats, WorkerState, WorkerStats
 from distcollect.telemetry.bottleneck import find_bottleneck
 from distcollect.telemetry.figures import FIGURES
@@ -41,9 +41,9 @@ def log_line(stats: Stats) -> str:
     parts = [*_progress(stats), *_episodes(stats), *_evaluation(stats), _lag(stats)]
     parts += [_waiting(stats), *_lost(stats), *_logged(stats)]
     if stats.num_restarts:
-        parts.append(_number(stats.num_restarts, "restart"))
+        parts.append(counted(stats.num_restarts, "restart"))
     if stats.num_env_faults:
-        parts.append(_number(stats.num_env_faults, "env fault"))
+        parts.append(counted(stats.num_env_faults, "env fault"))
     return ", ".join(parts)
 
 
@@ -60,7 +60,7 @@ def _lines(stats: Stats, height: int) -> list[str]:
     """Return a snapshot as lines of text; the last one is long."""
     shares = ((name, share) for name, share in vars(stats.trainer).items() if share >= 0.005)
     trainer = ", ".join(f"{name} {share:.0%}" for name, share in shares)
-    rest = _number(stats.num_restarts, "restart"), _number(stats.num_ready, "rollout") + " ready"
+    rest = counted(stats.num_restarts, "restart"), counted(stats.num_ready, "rollout") + " ready"
     lines = [
         f"{stats.collector}: " + ", ".join(_progress(stats)),
         ", ".join([*_episodes(stats), _lag(stats), f"version {stats.policy_version}"]),
@@ -71,7 +71,7 @@ def _lines(stats: Stats, height: int) -> list[str]:
     ]
     if stats.env_faults:
         lines.append(
-            f"{_number(stats.num_env_faults, 'env fault')}, the last: "
+            f"{counted(stats.num_env_faults, 'env fault')}, the last: "
             f"{fault_line(stats.env_faults[-1])}"
         )
     most = max(1, height - _OTHER_LINES - len(lines))
@@ -89,7 +89,7 @@ def _lines(stats: Stats, height: int) -> list[str]:
 def _row(worker_id: int, worker: WorkerStats) -> list[str]:
     state = worker.state
     if worker.evaluates and state == WorkerState.READY.value:
-        state = f"evaluating, {_number(worker.num_evaluated, 'episode')}"
+        state = f"evaluating, {counted(worker.num_evaluated, 'episode')}"
     cells = [
         format(figure.values(worker)[label], _FORMATS.get(figure.unit, ",.0f"))
         for figure in FIGURES
@@ -138,15 +138,11 @@ def _evaluation(stats: Stats) -> list[str]:
 def _outcome(episodes: EpisodeStats) -> list[str]:
     spread = f"{episodes.min_return:,.4g} to {episodes.max_return:,.4g}"
     return [
-        _number(episodes.count, "episode"),
+        counted(episodes.count, "episode"),
         f"return {episodes.mean_return:,.4g} ({spread})",
         f"length {episodes.mean_length:,.4g}",
         *(f"{name} {value:,.4g}" for name, value in episodes.metrics.items()),
     ]
-
-
-def _number(count: int, of: str) -> str:
-    return f"{count:,} {of}{'s' * (count != 1)}"
 
 
 def _logged(stats: Stats) -> list[str]:

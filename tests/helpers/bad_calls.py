@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ from gymnasium import spaces
 from helpers.envs import SamplingEnv
 from helpers.error_rows import ARGUMENT, KIND, PORT, RPC, STATE, Row, rpc, sync, with_env
 from helpers.policies import GreedyPolicy
+from tensordict.nn import TensorDictModule
 from torch import nn
 
 import distcollect as dc
@@ -61,6 +63,17 @@ def recurrent(begin: Any, then: Any) -> Any:
 class OldEnv(SamplingEnv):
     def step(self, action: Any) -> Any:
         return self.observation_space.sample(), 0.0, False, {}
+
+
+class Boxed(SamplingEnv):
+    def __init__(self) -> None:
+        super().__init__(action=spaces.Box(-1, 1, (1,)))
+
+
+class Picky(Boxed):
+    def step(self, action: Any) -> Any:
+        assert self.action_space.contains(action), "too far"
+        return super().step(action)
 
 
 def raising_maker() -> SamplingEnv:
@@ -132,6 +145,12 @@ def stepped(**given: Any) -> Any:
     return used(sync(frames_per_batch=8, **given), lambda c: [c.next() for _ in range(9)])
 
 
+def acts(number: int, wrong: Any, right: Any = 0) -> Callable[[Any], torch.Tensor]:
+    """A policy for one env that returns ``wrong`` from this call on."""
+    calls = itertools.count()
+    return lambda observation: torch.tensor([wrong if next(calls) >= number else right])
+
+
 def saves(path: Any, **given: Any) -> dc.Checkpoint:
     return dc.Checkpoint(path, part=nn.Linear(1, 1), **given)
 
@@ -188,6 +207,7 @@ ARGUMENTS: list[Row] = [
         "extend_buffer=False",
         "postproc needs whole batches: leave out",
     ),
+    (lambda: sync(replay_buffer=[]), KIND, r"replay_buffer=\[\]", r"extend\(frames\) for a Te"),
     (lambda: sync(replay_buffer=5), KIND, "replay_buffer=5", r"extend\(frames\)"),
     (lambda: dc.RateLimited(5, 1.0), KIND, r"\(5\)", "extend"),
     (lambda: dc.RateLimited(Extends(), 0.0), ARGUMENT, "samples_per_insert=0.0", "above 0"),
@@ -239,7 +259,7 @@ ARGUMENTS: list[Row] = [
     (lambda: rpc(collector_class="ray"), ARGUMENT, "collector_class='ray'", "several workers"),
     (lambda: rpc(ray_init_config={"num_cpus": 1}), ARGUMENT, "ray_init_config=", "a RayDataColl"),
     (lambda: ray(num_workers=None), ARGUMENT, "num_workers is missing", "num_collectors"),
-    (lambda: ray(remote_configs=[{}]), ARGUMENT, r"1 entries for 2 worker\(s\)", "one for each"),
+    (lambda: ray(remote_configs=[{}]), ARGUMENT, "1 dict for 2 workers", "one for each"),
     (lambda: ray(remote_configs=1), KIND, "remote_configs=1", "must be a dict"),
     (lambda: ray(remote_configs={"name": "x"}), ARGUMENT, "'name' can't be set", "named after"),
     (lambda: ray(remote_configs={"lifetime": "x"}), ARGUMENT, "'lifetime'", "end with the trainer"),
@@ -306,7 +326,7 @@ ARGUMENTS: list[Row] = [
     ),
     (lambda: sync(policy_device="cuda:99"), ARGUMENT, "policy_device='cuda:99'", "'cpu'"),
     (lambda: rpc(storing_device="cuda:99"), ARGUMENT, "storing_device='cuda:99'", "this process"),
-    (lambda: rpc(device="cuda:99"), ARGUMENT, "^device='cuda:99': .*GPU", "or 'cpu'"),
+    (lambda: rpc(device="cuda:99"), ARGUMENT, "^device='cuda:99': .*GPU", "use .*'cpu'"),
     (lambda: rpc(weight_sync="nccl"), KIND, "weight_sync='nccl'", r"distcollect.WeightSync\("),
     (lambda: sync(faults={"max_restarts": 1}), KIND, "'max_restarts'", r"distcollect.Faults\("),
     (lambda: rpc(sync="false"), KIND, "sync='false'", "True or False"),
@@ -381,7 +401,35 @@ RUNNING: list[Row] = [
     (lambda: sync(policy=raising_policy), POLICY, "IndexError: not like this", "raised"),
     (lambda: sync(policy=lambda o: torch.zeros(2, 5)), POLICY, r"shape \[2, 5\]", r"shape \[1\]"),
     (lambda: sync(policy=lambda observation: None), POLICY, "None", "action"),
-    (lambda: sync(policy=lambda observation, speed: 0), POLICY, "'speed'", "its entries are"),
+    (
+        lambda: sync(policy=lambda observation, state: 0),
+        POLICY,
+        "'state' is no entry of it; it is one array",
+        r"recurrent policy, give .* initial_state\(num_envs\)",
+    ),
+    (
+        lambda: sync(policy=TensorDictModule(nn.Linear(4, 2), ["obs"], ["action"])),
+        POLICY,
+        "{'obs'}",
+        "given 'observation': name these in in_keys",
+    ),
+    (lambda: sync(policy=acts(0, 2)), POLICY, r"action 2 .*env 0.*Discrete\(2\)", "from 0 to 1"),
+    (lambda: stepped(policy=acts(9, -1)), POLICY, "action -1 .*env 0 .CartPole", "from 0 to 1"),
+    *(
+        (
+            lambda n=number: stepped(create_env_fn=Boxed, policy=acts(n, [float("nan")], [0.0])),
+            POLICY,
+            r"action \[nan\] for env 0",
+            "look for NaN in its input, and in its weights",
+        )
+        for number in (0, 9)
+    ),
+    (
+        lambda: stepped(policy=acts(9, [5.0], [0.0]), create_env_fn=Picky),
+        ENV,
+        r"AssertionError: too far .*outside of Box\(-1.0, 1.0",
+        "clip_actions=True",
+    ),
     (lambda: extra(lambda o: {"reward": o}), POLICY, "'reward'", "rename it"),
     (lambda: extra(lambda o: {"v": torch.ones(7)}), POLICY, r"'v' of shape \[7\]", "the 1 envs"),
     (

@@ -110,7 +110,7 @@ def test_each_worker_has_a_policy_factory_and_weights_of_its_own() -> None:
         )
         assert weights() == [10, 2, 30]
         assert collector.policy_version == 2
-    with pytest.raises(dc.ArgumentError, match="policy_factory has 2 entries for 3 worker"):
+    with pytest.raises(dc.ArgumentError, match="policy_factory has 2 factories for 3 worker"):
         loopback_collector([SamplingEnv] * 3, policy_factory=[Policy] * 2, frames_per_batch=6)
 
 

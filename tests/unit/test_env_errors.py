@@ -66,7 +66,7 @@ SHARED = CountingEnv()
     ("create_env", "n", "error", "match"),
     [
         ([CountingEnv, raising], 2, EnvError, r"env 1: raising\(\)"),
-        ([CountingEnv], 2, ArgumentError, "the list has 1 envs, but 2 are needed"),
+        ([CountingEnv], 2, ArgumentError, "the list has 1 env, but 2 are needed"),
         (
             [CountingMaker("sync-next", 2), CountingEnv],
             2,
@@ -109,6 +109,7 @@ def test_good_env_ids(env_id: str) -> None:
 @pytest.mark.parametrize(
     ("env_id", "match"),
     [
+        ("CartPoel-v1", r"Did you mean: `CartPole`\? If a module"),
         ("CartPole-v9", "`v1`"),
         ("ALE2/Pong-v5", "module:id"),
         ("no_such_module:X-v0", "no_such_module"),

@@ -131,14 +131,38 @@ def test_observation_of_another_dtype_with_the_same_numbers(convert: Any) -> Non
             batch.step(sample(batch))
 
 
-def test_reward_that_float32_cannot_hold(caplog: pytest.LogCaptureFixture) -> None:
-    env = Told(1, 1e300)
-    with dc.SyncDataCollector(env, frames_per_batch=2) as collector:
+NOT_FINITE = [
+    (1, 1e300, "box32", "the reward, as float32, is inf: .* scale it"),
+    (1, float("nan"), "discrete", "the reward, as float32, is nan: "),
+    (0, np.array([0, 1, np.nan, 2], np.float32), "box32", "'observation' has nan in it: find"),
+    (0, [0, 1, -float("inf"), 2], "box32", "'observation' has -inf in it: "),
+]
+
+
+# Where the value is: at the root of a frame, after the last frame, at the end of an episode.
+@pytest.mark.parametrize("where", [(8, 100), (4, 100), (8, 4)])
+@pytest.mark.parametrize(("index", "told", "observation", "message"), NOT_FINITE)
+def test_what_is_not_finite_is_refused_unless_the_user_wants_it(
+    index: int, told: Any, observation: str, message: str, where: tuple[int, int]
+) -> None:
+    num_steps, length = where
+
+    def make(context: Any) -> Any:
+        row = context.env_index
+        env = Told(index, told, observation) if row else CountingEnv(observation=observation)
+        env.lengths = (length,)
+        return env
+
+    settings: Any = {"frames_per_batch": 2 * num_steps, "envs_per_worker": 2}
+    with (
+        dc.SyncDataCollector(make, **settings) as collector,
+        pytest.raises(dc.EnvError, match=rf"env 1 \(Told\): {message}.*check_nan=False"),
+    ):
         collector.next()
-        assert not caplog.messages
-        batches = [collector.next(), collector.next()]
-    assert batches[0]["next", "reward"].flatten()[1] == float("inf")
-    assert caplog.text.count("too large for float32") == 1
+    with dc.SyncDataCollector(make, check_nan=False, **settings) as collector:
+        batch = collector.next()["next"]
+    value = batch["reward" if index else "observation"][1, 3].double()
+    assert not value.isfinite().all()
 
 
 def native(observation: str) -> CountingVectorEnv:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from distcollect.common.tables import counted
 from distcollect.errors import ArgumentError, ArgumentTypeError
 
 if TYPE_CHECKING:
@@ -89,8 +90,8 @@ class RaySettings:
             and len(self.worker_options) != num_workers
         ):
             raise ArgumentError(
-                f"remote_configs has {len(self.worker_options)} entries for {num_workers} "
-                "worker(s): a list has one for each worker"
+                f"remote_configs has {counted(len(self.worker_options), 'dict')} for "
+                f"{counted(num_workers, 'worker')}: a list has one for each worker"
             )
 
     def options(self, worker_id: int) -> dict[str, Any]:

@@ -19,8 +19,7 @@ from torchrl.envs import InitTracker
 from torchrl.modules.tensordict_module.exploration import set_exploration_modules_spec_from_env
 
 from distcollect.common import gpus
-from distcollect.envs.base import describe
-from distcollect.errors import PolicyError, PolicyKeyError
+from distcollect.errors import PolicyError
 from distcollect.integrations.torchrl.envs import TorchRLEnvs
 from distcollect.policy.base import Exploration
 from distcollect.policy.calling import (
@@ -28,6 +27,7 @@ from distcollect.policy.calling import (
     floating_dtype,
     moved,
     parameters_of,
+    raised,
     takes_tensordict,
 )
 from distcollect.policy.noise import ExplorationNoise
@@ -125,8 +125,7 @@ class TensorDictPolicy:
         except PolicyError:
             raise
         except Exception as error:
-            kind = PolicyKeyError if isinstance(error, KeyError) else PolicyError
-            raise kind(f"the policy raised {describe(error)}") from error
+            raise raised(error, td.keys(include_nested=True, leaves_only=True)) from error
         if output is td or (output is None and given is td):
             return
         if output is None:
