@@ -90,6 +90,7 @@ class Session(Backend):
             listen=options.listen,
             local=options.is_local,
             placer=options.placer,
+            transport=options.transport_name,
         )
         if options.placer is not None:
             close_first_at_exit()
@@ -117,6 +118,7 @@ class Session(Backend):
                 workers.gpus,
                 workers.transport.shares_memory,
                 workers.transport.host_key,
+                workers.transport.carries_weights,
             )
         )
         sender = WeightSender(

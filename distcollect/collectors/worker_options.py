@@ -17,6 +17,7 @@ from distcollect.errors import ArgumentError
 from distcollect.integrations import load
 from distcollect.launch.cpu_placement import num_cores
 from distcollect.launch.open_hosts import current
+from distcollect.transport import start
 from distcollect.weights.updaters import WeightUpdaterBase
 
 
@@ -73,6 +74,8 @@ class WorkerOptions(CollectorOptions):
             frame's lag is the number of publications meanwhile: one less than there are
             workers, if each batch is followed by one. Once a worker dies, batches differ.
         evaluation: how many of the workers evaluate the policy instead of collecting.
+        transport: by what the workers are called: "rpc", torch's RPC, or "tcp", the connections by
+            which they join; None: what DISTCOLLECT_TRANSPORT says, else "rpc".
     """
 
     create_env_fn: EnvMaker | Sequence[EnvMaker] = field(kw_only=False)
@@ -90,6 +93,7 @@ class WorkerOptions(CollectorOptions):
     staleness: Staleness | None = None
     reproducible: bool = False
     evaluation: EvaluationWorkers | None = None
+    transport: str | None = None
     listen: str | None = field(default=None, init=False)
 
     has_workers: ClassVar[bool] = True
@@ -119,7 +123,7 @@ class WorkerOptions(CollectorOptions):
                     "worker"
                 )
         # These check what they are made from.
-        _ = self.num_collecting, self.updater
+        _ = self.num_collecting, self.updater, self.transport_name
         if not load("rounding of frames")(self.makers):
             validation.num_steps(self, self.envs_per_worker)
         if len(self.factories) not in (0, 1, self.num_to_start):
@@ -192,6 +196,15 @@ class WorkerOptions(CollectorOptions):
             self.weight_updater, self.weight_options.backend
         )
         return made
+
+    @cached_property
+    def transport_name(self) -> str:
+        """The name of the transport.
+
+        Raises:
+            ArgumentError: there is no such transport, or it can't be used here.
+        """
+        return start.chosen(self.transport)
 
     @property
     def masked_bound(self) -> Staleness | None:

@@ -19,6 +19,7 @@ import mmap
 import multiprocessing
 import os
 import signal
+import socket
 import threading
 import time
 from concurrent.futures import Future
@@ -147,10 +148,24 @@ class LocalProcesses:
         self._watchdog: threading.Thread | None = None
         self._owner = Owner()
 
-    def spawn(self, wanted: Spawn, trainer: TrainerAddress, placement: CpuPlacement) -> None:
-        """Start the worker process that a trainer wants; report it as ended if that fails."""
+    def spawn(
+        self,
+        wanted: Spawn,
+        trainer: TrainerAddress,
+        placement: CpuPlacement,
+        control: socket.socket | None = None,
+    ) -> None:
+        """Start the worker process that a trainer wants; report it as ended if that fails.
+
+        Args:
+            wanted: what the trainer wants.
+            trainer: where the process joins.
+            placement: where it runs.
+            control: its end of a connection with the trainer, to be closed here; None: it connects.
+        """
         try:
-            running = self._spawn(wanted, trainer, placement)
+            with control or contextlib.nullcontext():
+                running = self._spawn(wanted, trainer, placement, control)
         except OSError as error:
             process_exit = ProcessExit(-1, 0, f"it could not be started: {error}")
             self._events.exited(wanted.worker_id, wanted.incarnation, process_exit)
@@ -166,7 +181,13 @@ class LocalProcesses:
         # By its key: a cycle would keep the run's memory until the next garbage collection.
         running.process.end.add_done_callback(partial(self._ended, key))
 
-    def _spawn(self, wanted: Spawn, trainer: TrainerAddress, placement: CpuPlacement) -> _Running:
+    def _spawn(
+        self,
+        wanted: Spawn,
+        trainer: TrainerAddress,
+        placement: CpuPlacement,
+        control: socket.socket | None,
+    ) -> _Running:
         counters = SharedStepCounter()
         boot = WorkerBoot(
             worker_id=wanted.worker_id,
@@ -175,6 +196,7 @@ class LocalProcesses:
             settings=wanted.settings,
             num_threads=placement.num_threads,
             counters_fd=counters.fd,
+            control_fd=-1 if control is None else control.fileno(),
             sys_path=self._inheritance.sys_path,
             authkey=multiprocessing.current_process().authkey.hex(),
         )

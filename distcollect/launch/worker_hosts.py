@@ -146,7 +146,7 @@ class WorkerHosts(JoinServerEvents):
         placer: Placer | None = None,
         port: int = 0,
     ) -> None:
-        """Listen on ``address``.
+        """Listen on ``address``, if others than local workers may join.
 
         Args:
             address: see above.
@@ -187,7 +187,9 @@ class WorkerHosts(JoinServerEvents):
         self._local: LocalProcesses | None = None
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self.join_server = JoinServer(address, token, self, port)
+        # Local workers are given their connections; a port is for others.
+        others_join = num_ranks is not None or num_expected is not None or port or not num_local
+        self.join_server = JoinServer(address if others_join else None, token, self, port)
         self._trainer = TrainerAddress(address, self.join_server.port, token)
 
     @property
@@ -295,7 +297,8 @@ class WorkerHosts(JoinServerEvents):
                 return
         if self._local is None or worker_id >= self._num_local:
             raise LaunchError(f"the supervisor of worker {worker_id} is gone")
-        self._local.spawn(wanted, self._trainer, self._placements[worker_id])
+        control = self.join_server.connect()
+        self._local.spawn(wanted, self._trainer, self._placements[worker_id], control)
 
     def kill(self, worker_id: int, incarnation: int) -> None:
         """End a process at once; do nothing if it has ended."""

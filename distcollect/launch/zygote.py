@@ -215,8 +215,13 @@ class Zygote:
         """Return True if it can start workers of this process as it is now."""
         return not self.is_gone and self._origin == inheritance.origin()
 
-    def start(self, start: object, counters_fd: int, *, as_new_python: bool) -> WorkerProcess:
+    def start(self, start: object, fds: Sequence[int], *, as_new_python: bool) -> WorkerProcess:
         """Request a worker, which gets ``start``. That may be large, so it travels in a file.
+
+        Args:
+            start: see above.
+            fds: descriptors of its counters and, if it has it already, of its connection.
+            as_new_python: whether it is not to be a mere fork.
 
         Raises:
             OSError: the zygote is gone, or no file for the request can be made.
@@ -226,7 +231,7 @@ class Zygote:
             file.flush()
             with self._lock:
                 number = next(self._numbers)
-                self._send(number, int(as_new_python), [file.fileno(), counters_fd, *streams])
+                self._send(number, int(as_new_python), [file.fileno(), *streams, *fds])
                 worker = self._workers[number] = WorkerProcess(number, self)
         return worker
 
@@ -363,7 +368,8 @@ def start(
     start = (boot, {**inheritance.environ, **added}, inheritance.folder, cores)
     with _lock:  # else another collector may retire it, and it would end before it gets the request
         zygote = _current(inheritance)
-        return zygote.start(start, boot.counters_fd, as_new_python=as_new_python)
+        fds = [boot.counters_fd, boot.control_fd][: 1 + (boot.control_fd >= 0)]
+        return zygote.start(start, fds, as_new_python=as_new_python)
 
 
 def pid() -> int | None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import selectors
 import socket
 import time
+from collections import deque
 from collections.abc import Callable
 
 from distcollect.errors import LaunchError
@@ -12,7 +15,10 @@ from distcollect.net.framing import (
     MAX_FRAME,
     FrameReader,
     Outbox,
+    Packet,
+    PacketReceiver,
     configure_socket,
+    open_sockets,
     with_length,
 )
 from distcollect.net.handshake import JoiningSide, NotProven, printable
@@ -34,6 +40,8 @@ _MAX_UNPROVEN_FRAME = 4096
 ANSWER_TIMEOUT_S = 15.0
 # The pause between two tries grows: hundreds of supervisors may wait for hours.
 _CONNECT_TIMEOUT_S, _RETRY_S, _LONGEST_RETRY_S = 5.0, 0.2, 2.0
+_MAX_UNSENT = 8 * MAX_FRAME
+_WAKEUP_BYTES = 4096
 
 
 class _Refusal(LaunchError):
@@ -45,26 +53,51 @@ class ControlConnection:
 
     Attributes:
         sock: its socket.
+        local_address: this host's address on the route to the trainer.
         welcome: the trainer's answer to :meth:`join`; None before.
     """
 
-    def __init__(self, host: str, port: int, timeout_s: float) -> None:
-        """Connect.
+    def __init__(self, host: str, port: int, timeout_s: float, *, fd: int = -1) -> None:
+        """Connect to ``host``; ``fd``: use this socket, which is connected to it already.
 
         Raises:
             OSError: nobody listens there, or no answer within ``timeout_s``.
         """
         self._where = f"what listens at {host}:{port}"
-        self.sock = socket.create_connection((host, port), timeout=timeout_s)
+        if fd >= 0:
+            self.sock = socket.socket(fileno=fd)
+            self.sock.set_inheritable(False)
+            self.local_address = host  # the process that made it is on this host
+        else:
+            self.sock = socket.create_connection((host, port), timeout=timeout_s)
+            self.local_address = str(self.sock.getsockname()[0])
         configure_socket(self.sock)
         self._outbox = Outbox(self.sock, MAX_FRAME)
         self._reader = FrameReader(_MAX_UNPROVEN_FRAME)
+        self._packets: PacketReceiver | None = None
+        self._selector: selectors.BaseSelector | None = None
+        self._soon: deque[Message] = deque()
         self.welcome: Message | None = None
 
-    @property
-    def local_address(self) -> str:
-        """This host's address on the route to the trainer."""
-        return str(self.sock.getsockname()[0])
+    def carry(self, packets: PacketReceiver) -> None:
+        """Have ``packets`` get the trainer's packets, within :meth:`receive`."""
+        self._reader.allocate = packets.allocate
+        self._packets = packets
+
+    def unblock(self) -> None:
+        """From now on, no thread that sends waits for the trainer: :meth:`receive` sends the rest.
+
+        To be called before :meth:`carry`, and before a message is sent that way.
+        """
+        self.sock.setblocking(False)
+        self._outbox = Outbox(self.sock, _MAX_UNSENT)
+        self._wake, self._waker = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        for sock in (self._wake, self._waker):
+            sock.setblocking(False)
+            open_sockets.add(sock)
+        for sock in (self._wake, self.sock):
+            self._selector.register(sock, selectors.EVENT_READ)
 
     def join(self, hello: Hello, token: str, timeout_s: float = ANSWER_TIMEOUT_S) -> Message:
         """Join the trainer, if it proves that it knows the token; return its welcome.
@@ -111,11 +144,36 @@ class ControlConnection:
         """Send a message; do nothing if the trainer is gone (:meth:`receive` reports that)."""
         self._send(encode(message))
 
-    def _send(self, data: bytes) -> None:
+    def send_soon(self, message: Message) -> None:
+        """Have the thread that waits in :meth:`receive` send it; for handlers of signals.
+
+        Only after :meth:`unblock`.
+        """
+        self._soon.append(message)
+        self._wake_up()
+
+    def send_packet(self, packet: Packet) -> None:
+        """Send a packet, whose parts must not change before the trainer has them.
+
+        It does nothing if the trainer is gone.
+        """
         try:
-            self._outbox.send(data)
+            if self._outbox.send_packet(packet):
+                self._wake_up()
         except OSError as error:
             log.debug("could not send to the trainer: %s", error)
+
+    def _send(self, data: bytes) -> None:
+        try:
+            if self._outbox.send(data):
+                self._wake_up()
+        except OSError as error:
+            log.debug("could not send to the trainer: %s", error)
+
+    def _wake_up(self) -> None:
+        """Have the thread that waits in :meth:`receive` send what is unsent."""
+        with contextlib.suppress(OSError):
+            self._waker.send(b"x")
 
     def receive(self) -> Message | None:
         """Return the next message; None once the trainer is gone or can't be reached any more.
@@ -127,19 +185,39 @@ class ControlConnection:
         return None if data is None else decode(data)
 
     def _receive_frame(self, deadline: float | None = None) -> bytes | None:
-        """Return the next frame; None if the trainer is gone, or the deadline has passed."""
-        while (frame := self._reader.next()) is None:
+        """Return the next message's bytes; None if the trainer is gone, or the deadline passed."""
+        while not isinstance(frame := self._reader.next(), bytes):
+            if frame is not None:
+                assert self._packets is not None
+                self._packets.received(frame)
+                continue
             try:
                 if deadline is not None:
                     # A timeout of 0 would make the socket non-blocking.
                     self.sock.settimeout(max(0.001, deadline - time.monotonic()))
-                data = self.sock.recv(65536)
+                if not self._read():
+                    return None
             except OSError:  # a TimeoutError may be the kernel's: the host can't be reached
                 return None
-            if not data:
-                return None
-            self._reader.feed(data)
         return frame
+
+    def _read(self) -> bool:
+        """Read once; False if the trainer is gone. Meanwhile, send what can be sent."""
+        if self._selector is None:
+            return self._reader.receive(self.sock)
+        while True:
+            while self._soon:
+                self.send(self._soon.popleft())
+            events = selectors.EVENT_READ
+            if self._outbox.send():
+                events |= selectors.EVENT_WRITE
+            with contextlib.suppress(BlockingIOError):
+                return self._reader.receive(self.sock)
+            if events != self._selector.get_key(self.sock).events:
+                self._selector.modify(self.sock, events)
+            for key, _ in self._selector.select():
+                if key.fileobj is self._wake:
+                    self._wake.recv(_WAKEUP_BYTES)
 
     def close(self) -> None:
         """Close it; the trainer sees this process as gone."""

@@ -1,21 +1,64 @@
-"""What goes over a control connection: frames, the bytes still to be sent, socket options.
+"""What goes over a connection: frames, the bytes still to be sent, socket options.
 
-A frame is a length of four bytes, then as many bytes, see :mod:`.messages`.
+A frame is a word of four bytes, its kind and its length, then as many bytes. Its kind says what
+these are:
+
+=========  ================================================================================
+MESSAGE    a message, see :mod:`.messages`
+PACKET     a number of eight bytes, then the only part of a :class:`Packet`
+HEAD       a number, then the sizes of the parts of a large packet, eight bytes each
+CHUNK      the next bytes of the parts of the first large packet that is not complete
+=========  ================================================================================
+
+A large packet is cut into chunks, and small frames go in between: they never wait for more than a
+chunk. Its parts are sent from where they lie, and received where they are to lie.
 """
 
 from __future__ import annotations
 
 import contextlib
+import enum
+import itertools
 import os
 import socket
 import struct
 import threading
 import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from distcollect.errors import LaunchError
 
-_LENGTH = struct.Struct("!I")
+_WORD = struct.Struct("!I")
+_NUMBER = struct.Struct("!Q")
+_LENGTH_BITS = 24
 MAX_FRAME = 1 << 20  # bytes; what a peer without the token may send is far less
+# Above, a packet is large. 512 KiB take 5 ms on a network of 1 Gbit/s.
+_CHUNK = 512 * 1024
+# A connection with more to send lets others have their turn after so many chunks.
+_CHUNKS_AT_ONCE = 8
+_MAX_VIEWS = 64  # that are sent by one call
+_READ_BYTES = 65536
+
+Buffer: TypeAlias = Any  # bytes, or what a memoryview can be made of
+
+
+class Kind(enum.IntEnum):
+    """What a frame has in it."""
+
+    MESSAGE = 0
+    PACKET = 1
+    HEAD = 2
+    CHUNK = 3
+
+
+class Packet(NamedTuple):
+    """Some buffers that belong together, and a number that means something to both ends."""
+
+    number: int
+    parts: Sequence[Buffer]
+
 
 open_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
@@ -33,6 +76,8 @@ os.register_at_fork(after_in_child=_close_in_child)
 def configure_socket(sock: socket.socket) -> None:
     """Send small messages at once, and notice a peer that has gone silent."""
     open_sockets.add(sock)
+    if sock.family == socket.AF_UNIX:
+        return
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     # A host that vanishes closes nothing; the kernel's probes find that in about 10 s.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -45,62 +90,183 @@ def configure_socket(sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-def with_length(data: bytes) -> bytes:
-    """Return the bytes of a frame, after their length."""
-    return _LENGTH.pack(len(data)) + data
+def with_length(data: bytes, kind: Kind = Kind.MESSAGE) -> bytes:
+    """Return the bytes of a frame, after their kind and length."""
+    return _word(kind, len(data)) + data
+
+
+def _word(kind: Kind, length: int) -> bytes:
+    return _WORD.pack(kind << _LENGTH_BITS | length)
+
+
+class PacketReceiver(Protocol):
+    """What a connection's packets are for. It is called on the thread that reads them."""
+
+    def allocate(self, num_bytes: int) -> Buffer:
+        """Make memory for a part of a large packet."""
+
+    def received(self, packet: Packet) -> None:
+        """Handle a packet."""
+
+    def ended(self) -> None:
+        """Note that no more packets come, and none can be sent."""
+
+
+class _Incoming:
+    """A large packet that comes in chunks.
+
+    Attributes:
+        packet: its parts are filled one after the other.
+    """
+
+    def __init__(self, number: int, parts: list[Buffer]) -> None:
+        self.packet = Packet(number, parts)
+        self._empty = deque(memoryview(part).cast("B") for part in parts if len(part))
+        self.num_missing = sum(map(len, self._empty))
+
+    @property
+    def space(self) -> memoryview:
+        """The rest of the part that is being filled."""
+        return self._empty[0]
+
+    def fill(self, num_bytes: int) -> None:
+        """Note that so many bytes of :attr:`space` were written."""
+        self.num_missing -= num_bytes
+        _advance(self._empty, num_bytes)
 
 
 class FrameReader:
     """Puts frames together from the pieces that arrive.
 
     Attributes:
-        max_frame: the most bytes that a frame may have, without its length.
+        max_frame: the most bytes that a frame may have, without its word.
+        allocate: makes the memory for a part of a large packet; None: the peer may send no packets.
     """
 
     def __init__(self, max_frame: int = MAX_FRAME) -> None:
         self.max_frame = max_frame
+        self.allocate: Callable[[int], Buffer] | None = None
         self._buffer = bytearray()
+        self._incoming: deque[_Incoming] = deque()
+        self._chunk_rest = 0  # bytes of the present chunk that have not come
+
+    @property
+    def is_in_packet(self) -> bool:
+        """Return True if the rest of a large packet is on its way."""
+        return bool(self._incoming)
+
+    def receive(self, sock: Any) -> bool:
+        """Read from a socket once; return False if the peer has closed it.
+
+        Raises:
+            OSError: nothing is there, or the connection is broken.
+        """
+        if self._chunk_rest:
+            num_bytes: int = sock.recv_into(self._incoming[0].space[: self._chunk_rest])
+            self._filled(num_bytes)
+            return num_bytes > 0
+        # What belongs to a large packet is not to be read into this buffer first.
+        most = self._num_wanted() if self._incoming else min(_READ_BYTES, self.max_frame)
+        data = sock.recv(most)
+        self.feed(data)
+        return bool(data)
+
+    def _num_wanted(self) -> int:
+        """The bytes that the frame which begins in the buffer lacks, or its word."""
+        have = len(self._buffer)
+        if have < _WORD.size:
+            return _WORD.size - have
+        (word,) = _WORD.unpack_from(self._buffer)
+        length: int = word & (1 << _LENGTH_BITS) - 1
+        return _WORD.size + length - have
 
     def feed(self, data: bytes) -> None:
         self._buffer += data  # without a copy of what is there already
 
-    def next(self) -> bytes | None:
-        """Return the next whole frame, without its length; None until there is one.
+    def next(self) -> bytes | Packet | None:
+        """Return the next message's bytes, or the next packet; None until there is a whole one.
 
         Raises:
-            LaunchError: the frame is longer than ``max_frame``.
+            LaunchError: the frame is longer than ``max_frame``, or makes no sense.
         """
-        if len(self._buffer) < _LENGTH.size:
-            return None
-        (length,) = _LENGTH.unpack_from(self._buffer)
-        if length > self.max_frame:
-            raise LaunchError(f"a frame of {length} bytes: the peer is not part of distcollect")
-        end = _LENGTH.size + length
-        if len(self._buffer) < end:
-            return None
-        data = bytes(self._buffer[_LENGTH.size : end])
-        del self._buffer[:end]
-        return data
+        while not self._chunk_rest:
+            if self._incoming and not self._incoming[0].num_missing:
+                return self._incoming.popleft().packet
+            if len(self._buffer) < _WORD.size:
+                return None
+            (word,) = _WORD.unpack_from(self._buffer)
+            kind, length = divmod(word, 1 << _LENGTH_BITS)
+            if length > self.max_frame or (kind and self.allocate is None) or kind > Kind.CHUNK:
+                raise LaunchError(f"a frame of {word} bytes: the peer is not part of distcollect")
+            if kind == Kind.CHUNK:
+                self._begin_chunk(length)
+                continue
+            end = _WORD.size + length
+            if len(self._buffer) < end:
+                return None
+            data = bytes(self._buffer[_WORD.size : end])
+            del self._buffer[:end]
+            if kind == Kind.MESSAGE:
+                return data
+            if length < _NUMBER.size or (kind == Kind.HEAD and length % _NUMBER.size):
+                raise LaunchError(f"a frame of kind {kind} with {length} bytes")
+            (number,) = _NUMBER.unpack_from(data)
+            if kind == Kind.PACKET:
+                return Packet(number, [memoryview(data)[_NUMBER.size :]])
+            assert self.allocate is not None
+            sizes = [size for (size,) in _NUMBER.iter_unpack(data)][1:]
+            self._incoming.append(_Incoming(number, list(map(self.allocate, sizes))))
+        return None
+
+    def _begin_chunk(self, length: int) -> None:
+        if not (self._incoming and 0 < length <= self._incoming[0].num_missing):
+            raise LaunchError(f"a chunk of {length} bytes that belongs to no packet")
+        self._chunk_rest = length
+        del self._buffer[: _WORD.size]
+        while self._buffer and self._chunk_rest:
+            space = self._incoming[0].space
+            num_bytes = min(len(space), len(self._buffer), self._chunk_rest)
+            with memoryview(self._buffer) as have:
+                space[:num_bytes] = have[:num_bytes]
+            del self._buffer[:num_bytes]
+            self._filled(num_bytes)
+
+    def _filled(self, num_bytes: int) -> None:
+        self._incoming[0].fill(num_bytes)
+        self._chunk_rest -= num_bytes
+
+
+def _advance(views: deque[memoryview], num_bytes: int) -> None:
+    """Drop so many bytes from the front of ``views``."""
+    while views and num_bytes >= len(views[0]):
+        num_bytes -= len(views.popleft())
+    if num_bytes:
+        views[0] = views[0][num_bytes:]
 
 
 class Outbox:
-    """Sends bytes in their order, and keeps what the peer does not take yet.
+    """Sends frames in their order, and keeps what the peer does not take yet.
 
-    Any thread may use it. On a socket that blocks, nothing is ever kept.
+    Large packets are sent in chunks, in their order, and after all other frames that are there. Any
+    thread may use it. On a socket that blocks, nothing is ever kept.
     """
 
-    def __init__(self, sock: socket.socket, max_unsent: int) -> None:
-        """``max_unsent``: the most bytes to keep."""
+    def __init__(self, sock: Any, max_unsent: int) -> None:
+        """``max_unsent``: the most bytes to keep, without the parts of large packets."""
         self._sock = sock
         self._max_unsent = max_unsent
         self._lock = threading.Lock()
-        self._unsent = bytearray()
+        self._unsent = bytearray()  # whole frames
+        self._large: deque[deque[memoryview]] = deque()  # of each packet, what was not cut yet
+        self._current: deque[memoryview] = deque()  # what is sent next, and can't be put off
         self._ended = False
 
     @property
     def num_unsent(self) -> int:
         """Bytes that the peer has not taken yet."""
-        return len(self._unsent)
+        with self._lock:
+            views = itertools.chain(self._current, *self._large)
+            return len(self._unsent) + sum(map(len, views))
 
     def send(self, data: bytes = b"") -> bool:
         """Send, or keep what can't be sent now; without data, try again to send what is kept.
@@ -112,17 +278,53 @@ class Outbox:
             OSError: the connection has ended, or the peer would have to take more than
                 ``max_unsent`` bytes later. To be followed by :meth:`end` or :meth:`close`.
         """
+        return self._send(data, ())
+
+    def send_packet(self, packet: Packet) -> bool:
+        """The same for a packet; its parts must not change before the peer has them."""
+        number, parts = packet
+        sizes = [memoryview(part).nbytes for part in parts]
+        if len(parts) == 1 and sizes[0] <= _CHUNK:
+            return self._send(with_length(_NUMBER.pack(number) + parts[0], Kind.PACKET), ())
+        head = b"".join(map(_NUMBER.pack, [number, *sizes]))
+        return self._send(with_length(head, Kind.HEAD), parts)
+
+    def _send(self, data: bytes, parts: Sequence[Buffer]) -> bool:
         with self._lock:
             if self._ended:
                 raise OSError("the connection has ended")
             self._unsent += data
+            if views := deque(memoryview(part).cast("B") for part in parts if len(part)):
+                self._large.append(views)
+            num_chunks = 0
             with contextlib.suppress(BlockingIOError):
-                while self._unsent:
-                    num_sent = self._sock.send(self._unsent)
-                    del self._unsent[:num_sent]
-            if self.num_unsent > self._max_unsent:
-                raise OSError(f"the peer did not take {self.num_unsent} bytes")
-            return bool(self._unsent)
+                while num_chunks < _CHUNKS_AT_ONCE:
+                    if not self._current:
+                        if self._unsent:
+                            self._current.append(memoryview(bytes(self._unsent)))
+                            self._unsent.clear()
+                        if self._large:
+                            self._cut_chunk()
+                            num_chunks += 1
+                        if not self._current:
+                            return False
+                    _advance(self._current, self._sock.sendmsg(self._current))
+            if len(self._unsent) > self._max_unsent:
+                raise OSError(f"the peer did not take {len(self._unsent)} bytes")
+            return bool(self._current or self._unsent or self._large)
+
+    def _cut_chunk(self) -> None:
+        """Move the next chunk of a large packet to what is sent next."""
+        views: list[memoryview] = []
+        packet, room = self._large[0], _CHUNK
+        while room and packet and len(views) < _MAX_VIEWS:
+            views.append(packet[0][:room])
+            room -= len(views[-1])
+            _advance(packet, len(views[-1]))
+        if not packet:
+            self._large.popleft()
+        self._current.append(memoryview(_word(Kind.CHUNK, sum(map(len, views)))))
+        self._current.extend(views)
 
     def end(self) -> None:
         """End the connection both ways; what is unsent is dropped.
@@ -146,4 +348,5 @@ class Outbox:
 
     def _drop_unsent(self) -> None:
         self._ended = True
-        self._unsent.clear()
+        for kept in (self._unsent, self._large, self._current):
+            kept.clear()

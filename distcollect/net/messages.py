@@ -42,7 +42,7 @@ from distcollect.net.framing import with_length
 
 M = TypeVar("M")
 
-PROTOCOL = 5
+PROTOCOL = 6
 
 # Importing them takes seconds, and a supervisor needs nothing of them but their versions.
 _TORCH, _TENSORDICT = map(importlib.metadata.version, ("torch", "tensordict"))
@@ -123,10 +123,12 @@ class WorkerWelcome(Message):
     Attributes:
         peer: its id for the transport.
         trainer_memory: a little of the trainer's shared memory.
+        transport: the name of the trainer's transport.
     """
 
     peer: int
     trainer_memory: Segment | None
+    transport: str = "rpc"
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ class PeerAddress:
     """An address by which a trainer's transport reaches a process.
 
     Attributes:
-        endpoint: where the process listens for calls.
+        endpoint: where the process listens for calls; "": nowhere.
         memory_sample: a little of its shared memory: if the trainer can map it, neither rollouts
             nor weights are sent. None if the process can't map the memory of a trainer on its host.
     """
@@ -271,6 +273,7 @@ class WorkerBoot:
         settings: see :class:`WorkerSettings`.
         num_threads: for torch to use.
         counters_fd: descriptor of its :class:`~distcollect.common.step_counter.SharedStepCounter`.
+        control_fd: descriptor of its connection with the trainer; -1: it has to connect.
         sys_path: of the process that starts it.
         authkey: of the same, in hexadecimal, as :mod:`multiprocessing` gives it to the processes
             that it starts; "": it gets one of its own.
@@ -282,6 +285,7 @@ class WorkerBoot:
     settings: WorkerSettings = WorkerSettings()
     num_threads: int = 1
     counters_fd: int = -1
+    control_fd: int = -1
     sys_path: tuple[str, ...] = ()
     authkey: str = field(default="", repr=False)
 

@@ -23,7 +23,7 @@ import selectors
 import socket
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +33,8 @@ from distcollect.net.framing import (
     MAX_FRAME,
     FrameReader,
     Outbox,
+    Packet,
+    PacketReceiver,
     configure_socket,
     open_sockets,
     with_length,
@@ -67,6 +69,8 @@ _REFUSED = "refused"
 # Of a peer that has not proven the token.
 _MAX_UNPROVEN_BYTES = 4096
 _MAX_UNPROVEN_READS = 16
+# From a peer that sends a large packet, before others have their turn.
+_READS_AT_ONCE = 16
 
 
 class State(enum.Enum):
@@ -94,16 +98,26 @@ class Connection:
         reader: puts the peer's frames together.
         num_reads: how often something was read.
         outbox: what is still to be sent.
+        is_own: it was made here, for a process that this one starts; no stranger can have it.
+        packets: gets the packets of the peer, once it is admitted; None: they are dropped.
     """
 
     hello: Hello
 
     def __init__(
-        self, sock: socket.socket, address: str, token: str, has_unsent: Callable[[], None]
+        self,
+        sock: socket.socket,
+        address: str,
+        token: str,
+        has_unsent: Callable[[], None],
+        *,
+        is_own: bool = False,
     ) -> None:
         """``has_unsent``: called when the peer does not take all at once."""
         self.sock = sock
         self.address = address
+        self.is_own = is_own
+        self.packets: PacketReceiver | None = None
         self.state = State.UNPROVEN
         self.handshake = TrainerSide(token)
         self.reader = FrameReader(_MAX_UNPROVEN_BYTES)
@@ -119,7 +133,29 @@ class Connection:
     @property
     def is_stranger(self) -> bool:
         """Return True if the peer has not proven that it knows the token."""
-        return self.state in (State.UNPROVEN, State.REFUSED)
+        return self.state in (State.UNPROVEN, State.REFUSED) and not self.is_own
+
+    def carry(self, packets: PacketReceiver | None) -> None:
+        """Have ``packets`` get the peer's packets, which sends none before it is asked.
+
+        None: what still comes is dropped.
+        """
+        self.packets = packets
+        if packets is not None:
+            self.reader.allocate = packets.allocate
+
+    def send_packet(self, packet: Packet) -> None:
+        """Send a packet without waiting for the peer; its parts must not change meanwhile.
+
+        Raises:
+            OSError: the peer is gone, or does not take what is sent.
+        """
+        try:
+            if self.outbox.send_packet(packet):
+                self._has_unsent()
+        except OSError:
+            self.outbox.end()
+            raise
 
     def send(self, message: Message) -> None:
         """Send a message without waiting for the peer; do nothing if the peer is gone.
@@ -168,21 +204,21 @@ class JoinServer:
 
     Attributes:
         events: to report to; may be replaced at any time.
-        address: where it listens.
-        port: where it listens.
+        port: where it listens; 0: nowhere.
     """
 
-    def __init__(self, address: str, token: str, events: JoinServerEvents, port: int = 0) -> None:
-        """Listen on ``address`` alone.
+    def __init__(
+        self, address: str | None, token: str, events: JoinServerEvents, port: int = 0
+    ) -> None:
+        """Listen on ``address`` alone; None: only who gets a connection by :meth:`connect` joins.
 
         Raises:
             LaunchError: see :func:`~distcollect.net.interfaces.listen`.
         """
         self.events = events
         self._token = token
-        self._listener = listen(address, port)
-        self.address: str = address
-        self.port: int = self._listener.getsockname()[1]
+        self._listener = None if address is None else listen(address, port)
+        self.port: int = 0 if self._listener is None else self._listener.getsockname()[1]
         self._max_strangers = max(1, min(MAX_STRANGERS, open_files.limit() // _SHARE_OF_FILES))
         # When each connection is closed unless something happens before; the oldest first.
         self._deadlines: dict[Connection, float] = {}
@@ -195,12 +231,14 @@ class JoinServer:
         self._is_closing = threading.Event()
         self._close_by = math.inf
         self._wake, self._waker = socket.socketpair()
-        self._sockets = (self._listener, self._wake, self._waker)
+        read = [sock for sock in (self._listener, self._wake) if sock is not None]
+        self._sockets = (*read, self._waker)
+        self._own: deque[socket.socket] = deque()  # that are not served yet
         self._selector = selectors.DefaultSelector()
         for sock in self._sockets:
             sock.setblocking(False)
             open_sockets.add(sock)
-        for sock in (self._listener, self._wake):
+        for sock in read:
             self._selector.register(sock, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="distcollect-join", daemon=True)
         self._thread.start()
@@ -209,6 +247,13 @@ class JoinServer:
     def num_strangers(self) -> int:
         """Connections without a proof, and refused ones that are not closed yet."""
         return sum(connection.is_stranger for connection in list(self._deadlines))
+
+    def connect(self) -> socket.socket:
+        """Return the other end of a new connection, for a process that this one starts."""
+        here, there = socket.socketpair()
+        self._own.append(here)
+        self._wake_up()
+        return there
 
     def close(self) -> None:
         """Close all connections: each peer takes that as the trainer's end."""
@@ -234,7 +279,7 @@ class JoinServer:
                 self._guarded(None, self._do_what_is_due, now)
         for connection in self._deadlines:
             connection.outbox.close()
-        for sock in self._sockets:
+        for sock in (*self._sockets, *self._own):
             sock.close()
         self._selector.close()
 
@@ -265,9 +310,11 @@ class JoinServer:
 
     def _serve(self, key: selectors.SelectorKey, events: int) -> None:
         if key.fileobj is self._listener:
-            self._accept()
+            self._accept(self._listener)
         elif key.fileobj is self._wake:
             self._wake.recv(65536)
+            while self._own:
+                self._serve_new(self._own.popleft(), "this host", math.inf, is_own=True)
             for connection in self._with_unsent():
                 self._write(connection)
         else:
@@ -279,6 +326,7 @@ class JoinServer:
     def _do_what_is_due(self, now: float) -> None:
         if self._accept_at <= now:
             self._accept_at = math.inf
+            assert self._listener is not None
             self._selector.register(self._listener, selectors.EVENT_READ)
         for connection in [each for each, at in self._deadlines.items() if at <= now]:
             where = f"from {connection.address}"
@@ -312,10 +360,11 @@ class JoinServer:
 
     def _pause_accepting(self, until: float) -> None:
         self._accept_at = until
-        with contextlib.suppress(KeyError):  # it pauses already
-            self._selector.unregister(self._listener)
+        if self._listener is not None:
+            with contextlib.suppress(KeyError):  # it pauses already
+                self._selector.unregister(self._listener)
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         now = time.monotonic()
         begin = max(now, self._accepted_until)
         if begin > now + self._most_ahead_s:
@@ -323,7 +372,7 @@ class JoinServer:
             return
         self._accepted_until = begin + 1 / _STRANGERS_PER_S
         try:
-            sock, (address, *_) = self._listener.accept()
+            sock, (address, *_) = listener.accept()
         except (BlockingIOError, ConnectionAbortedError):  # it is gone already
             return
         except OSError as error:
@@ -334,8 +383,13 @@ class JoinServer:
         if self.num_strangers >= self._max_strangers:
             self._note("closed to make room: too many did not prove the token", "the oldest")
             self._drop_oldest_stranger()
-        connection = Connection(sock, str(address), self._token, self._wake_up)
-        self._deadlines[connection] = now + HANDSHAKE_TIMEOUT_S
+        self._serve_new(sock, str(address), now + HANDSHAKE_TIMEOUT_S)
+
+    def _serve_new(
+        self, sock: socket.socket, address: str, deadline: float, *, is_own: bool = False
+    ) -> None:
+        connection = Connection(sock, address, self._token, self._wake_up, is_own=is_own)
+        self._deadlines[connection] = deadline
         try:
             sock.setblocking(False)
             configure_socket(sock)
@@ -362,6 +416,8 @@ class JoinServer:
         connection.outbox.close()
         if was_admitted:
             try:
+                if connection.packets is not None:
+                    connection.packets.ended()
                 self.events.closed(connection)
             except Exception:
                 log.exception("the end of a connection could not be reported")
@@ -369,17 +425,22 @@ class JoinServer:
     def _read(self, connection: Connection) -> None:
         if connection.is_over:
             return
-        is_unproven = connection.state is State.UNPROVEN
-        try:
-            data = connection.sock.recv(_MAX_UNPROVEN_BYTES if is_unproven else 65536)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if not data:
-            self._drop(connection)
-            return
-        connection.reader.feed(data)
+        for _ in range(_READS_AT_ONCE):
+            try:
+                if not connection.reader.receive(connection.sock):
+                    self._drop(connection)
+                    return
+            except BlockingIOError:
+                return
+            except OSError:
+                self._drop(connection)
+                return
+            self._handle_all(connection)
+            if not connection.reader.is_in_packet:
+                return
+
+    def _handle_all(self, connection: Connection) -> None:
+        """Handle all frames that have come."""
         connection.num_reads += 1
         try:
             while not connection.is_over and (frame := connection.reader.next()) is not None:
@@ -391,8 +452,11 @@ class JoinServer:
         if connection.state is State.UNPROVEN and connection.num_reads >= _MAX_UNPROVEN_READS:
             self._refuse_stranger(connection, UNPROVEN)
 
-    def _handle(self, connection: Connection, frame: bytes) -> None:
-        if connection.state is State.UNPROVEN:
+    def _handle(self, connection: Connection, frame: bytes | Packet) -> None:
+        if isinstance(frame, Packet):
+            if connection.packets is not None:
+                connection.packets.received(frame)
+        elif connection.state is State.UNPROVEN:
             answer = with_length(connection.handshake.answer(frame))
             if connection.handshake.is_proven:
                 connection.state = State.PROVEN

@@ -227,7 +227,7 @@ class Lifecycle(HostEvents):
         if process is None or process.connection is not None or process.is_over:
             return Refused("there is no free slot for it")
         process.connection = connection
-        return WorkerWelcome(process.peer, sample_of_memory())
+        return WorkerWelcome(process.peer, sample_of_memory(), self._transport.name)
 
     def _claimed_by(self, connection: Connection) -> Process | None:
         hello = connection.hello
@@ -277,7 +277,7 @@ class Lifecycle(HostEvents):
         """A process can be reached: have it make and try out its envs and policy."""
         if self._status.is_stopping or not self._membership.joined(*process.key):
             return
-        self._transport.connect(process.peer, message.address)
+        self._transport.connect(process.peer, message.address, process.connection)
         self.are_near &= self._transport.shares_memory(process.peer)
         plan = self._plan_for(process.worker_id)
         self._plan_sender.send(process.peer, plan, partial(self._probed, process))

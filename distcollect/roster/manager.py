@@ -68,6 +68,7 @@ class Workers:
         listen: str | None = None,
         local: bool = False,
         placer: PlacerSettings | None = None,
+        transport: str = "rpc",
     ) -> None:
         """Start the workers, and wait until all have joined and were probed.
 
@@ -78,6 +79,7 @@ class Workers:
             listen: "HOST:PORT" where further workers may join.
             local: start them on this host, even in a launch.
             placer: a scheduler that starts them.
+            transport: the name of the transport.
 
         Raises:
             ArgumentError: the launch has fewer workers.
@@ -99,7 +101,7 @@ class Workers:
             count = 0 if self._hosts.is_elastic else self._hosts.num_workers(num_workers)
             self._num_first = count
             self.address = self._hosts.address
-            self.transport = start_transport(self.address)
+            self.transport = start_transport(transport, self.address)
             on_error.callback(self.transport.close)
             self._lifecycle = Lifecycle(
                 self._hosts,

@@ -19,6 +19,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeAlias,
 
 from distcollect.errors import WorkerError
 from distcollect.net.messages import PeerAddress
+from distcollect.net.server import Connection
 from distcollect.rollout.header import Header
 from distcollect.rollout.layout import Tensors
 
@@ -120,7 +121,15 @@ class Transport(Protocol):
     - Tensors that were fetched belong to the caller: nothing that the worker does changes them.
     - If two processes can map each other's memory, tensors are copied from there and not sent.
     - What comes from a peer is unpickled. So one is connected only after it has proven the token.
+
+    Attributes:
+        name: by which the user chooses it.
+        carries_weights: weights in a call are as fast as a broadcast, for which processes of
+            torch.distributed would have to listen.
     """
+
+    name: str
+    carries_weights: bool
 
     @overload
     def call(
@@ -173,8 +182,16 @@ class Transport(Protocol):
             held: what :meth:`hand_over` answered to the other trainer.
         """
 
-    def connect(self, peer: int, address: PeerAddress) -> None:
-        """Make ``peer`` reachable from here; do nothing if it is already, or this is closed."""
+    def connect(
+        self, peer: int, address: PeerAddress, connection: Connection | None = None
+    ) -> None:
+        """Make ``peer`` reachable from here; do nothing if it is already, or this is closed.
+
+        Args:
+            peer: its id.
+            address: what it said of itself.
+            connection: by which it has joined here; None: it has joined another trainer.
+        """
 
     def address_of(self, peer: int) -> PeerAddress | None:
         """Return what another trainer needs to :meth:`connect` to the peer; None if it is gone."""

@@ -18,17 +18,16 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 
-from distcollect.common import tensor_cache
-from distcollect.common.shared_memory import SharedTensor, map_segment
-from distcollect.common.threads import SerialThread
 from distcollect.common.waiting import settle
 from distcollect.net.messages import PeerAddress
+from distcollect.net.server import Connection
 from distcollect.rollout.header import Header
 from distcollect.rollout.layout import Tensors
+from distcollect.transport.copying import Copier
 from distcollect.transport.failure import Failure
 from distcollect.transport.pending_answers import PendingAnswers, peer_is_gone
 from distcollect.transport.protocol import CollectRequest, Deliver, Offer, Transport
@@ -40,12 +39,12 @@ from distcollect.transport.rpc_server import (
     serve_rollout,
 )
 
-# Copying less takes no longer than handing it to another thread.
-_COPIED_AT_ONCE_BYTES = 512 * 1024
-
 
 class RpcTransport(Transport):
     """Calls peers; all of a process share its agent. :class:`Transport` documents the methods."""
+
+    name = "rpc"
+    carries_weights = False
 
     def __init__(self, address: str) -> None:
         """Start; the rest is as in :func:`.join_agents`."""
@@ -54,9 +53,11 @@ class RpcTransport(Transport):
         self._peers: dict[int, AgentPeer] = {}
         self._lock = threading.Lock()  # held while peers are added, and while it is closed
         self._is_closed = False
-        self._copier = SerialThread("distcollect-copy")
+        self._copier = Copier()
 
-    def connect(self, peer: int, address: PeerAddress) -> None:
+    def connect(
+        self, peer: int, address: PeerAddress, connection: Connection | None = None
+    ) -> None:
         with self._lock:
             if peer not in self._peers and not self._is_closed:
                 self._peers[peer] = self._agents.add(address)
@@ -70,7 +71,7 @@ class RpcTransport(Transport):
 
     def collect(self, peer: int, request: CollectRequest, deliver: Deliver) -> None:
         known = self._peers.get(peer)
-        if known is not None and known.mapped is not None:
+        if known is not None and known.memory is not None:
             request = request._replace(shared=True)
 
         def offer(sent: tuple[Header, Any], error: BaseException | None) -> None:
@@ -86,19 +87,32 @@ class RpcTransport(Transport):
         self, peer: int, known: AgentPeer | None, data: Any, deliver: Deliver
     ) -> None:
         """Move a rollout here, by what came with its header: its RRef, or all of its tensors."""
-        copy = partial(self._copy, peer, known, deliver)
         if isinstance(data, list):
-            copy(data, None)
+            self._copied(peer, known, deliver, data)
         else:
-            self._ask(peer, serve_rollout, (data,), copy)
+            copied = partial(self._copied, peer, known, deliver)
+            self._ask(peer, serve_rollout, (data,), copied)
+
+    def _copied(
+        self,
+        peer: int,
+        known: AgentPeer | None,
+        deliver: Deliver,
+        sent: list[Any],
+        error: BaseException | None = None,
+    ) -> None:
+        if error is not None:
+            deliver(None, error)
+        else:
+            self._copier.deliver(peer, None if known is None else known.memory, sent, deliver)
 
     def hand_over(self, peer: int, sequence: int, key: str, keep_s: float) -> Future[Any]:
         return self._future(peer, serve_hand_over, (sequence, key, keep_s))
 
     def fetch_handover(self, peer: int, held: Any) -> Future[Tensors]:
         fetched: Future[Tensors] = Future()
-        copy = partial(self._copy, peer, self._peers.get(peer), partial(settle, fetched))
-        self._ask(peer, serve_rollout, (*held, self.shares_memory(peer)), copy)
+        copied = partial(self._copied, peer, self._peers.get(peer), partial(settle, fetched))
+        self._ask(peer, serve_rollout, (*held, self.shares_memory(peer)), copied)
         return fetched
 
     def ping(self, peer: int) -> Future[Any]:
@@ -108,7 +122,7 @@ class RpcTransport(Transport):
 
     def shares_memory(self, peer: int) -> bool:
         known = self._peers.get(peer)
-        return known is not None and known.mapped is not None
+        return known is not None and known.memory is not None
 
     def host_key(self, peer: int) -> str | None:
         known = self._peers.get(peer)
@@ -133,43 +147,6 @@ class RpcTransport(Transport):
         leave_agents(self._agents, self._pending)
         for peer in peers:
             self._pending.fail(peer)
-
-    def _copy(
-        self,
-        peer: int,
-        known: AgentPeer | None,
-        deliver: Deliver,
-        sent: list[Any],
-        error: BaseException | None,
-    ) -> None:
-        """Deliver a rollout, and copy what of it lies in the memory of a peer.
-
-        Args:
-            peer: the worker of the rollout.
-            known: the same; None: it was gone before it was asked.
-            deliver: gets the tensors.
-            sent: tensors, or SharedTensors where this process copies them from the peer's memory.
-            error: the peer sent nothing.
-        """
-
-        def copy_all() -> None:
-            try:
-                copies = [_copy(tensor, known) for tensor in sent]
-            except OSError as cause:
-                deliver(None, peer_is_gone(peer, cause))
-            except Exception as cause:  # noqa: BLE001 - raised where the rollout is waited for
-                deliver(None, cause)
-            else:
-                deliver(copies, None)
-
-        if error is not None:
-            deliver(None, error)
-            return
-        shared = [tensor.nbytes for tensor in sent if isinstance(tensor, SharedTensor)]
-        if sum(shared) > _COPIED_AT_ONCE_BYTES:
-            self._copier.put(copy_all)
-        else:
-            copy_all()
 
     def _future(self, peer: int, function: Any, args: tuple[Any, ...]) -> Future[Any]:
         """Call a function in a peer's process."""
@@ -198,18 +175,3 @@ class RpcTransport(Transport):
             self._pending.complete(answer, error=peer_is_gone(peer, error))
         except Exception as error:  # noqa: BLE001 - an argument can't be pickled: nothing was sent
             self._pending.complete(answer, error=error)
-
-
-def _copy(tensor: Any, known: AgentPeer | None) -> torch.Tensor:
-    """Return a tensor as the caller's own: a copy if it lies in a peer's memory.
-
-    Raises:
-        OSError: the peer has ended, before any of that memory was mapped.
-    """
-    if not isinstance(tensor, SharedTensor):
-        return cast("torch.Tensor", tensor)
-    assert known is not None
-    assert known.mapped is not None
-    if tensor.segment not in known.mapped:
-        known.mapped[tensor.segment] = map_segment(tensor.segment)
-    return tensor_cache.copy_of(tensor.within(known.mapped[tensor.segment]))

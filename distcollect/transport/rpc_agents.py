@@ -27,11 +27,11 @@ import torch.distributed.autograd
 import torch.distributed.rpc
 
 from distcollect.common.forks import keep_for_ever
-from distcollect.common.memory_segment import Segment
 from distcollect.common.threads import run_aside
 from distcollect.errors import CollectorStateError, LaunchError
 from distcollect.net.interfaces import check_not_public, interface_of, same_address
 from distcollect.net.messages import PeerAddress
+from distcollect.transport.copying import PeerMemory
 from distcollect.transport.pending_answers import PendingAnswer, PendingAnswers
 
 # Torch declares no types for much of what is used here, private or not.
@@ -75,18 +75,14 @@ class AgentPeer:
     Attributes:
         address: how it is reached.
         info: what torch knows of it, under its number in the agent that calls now.
-        mapped: if its memory can be mapped here, what has been mapped of it; else None.
+        memory: its memory, if that can be mapped here.
     """
 
     address: PeerAddress
     info: Any = None
-    mapped: dict[Segment, torch.Tensor] | None = None
 
     def __post_init__(self) -> None:
-        if self.address.memory_sample is not None:
-            with contextlib.suppress(OSError):  # it is on another host, or may not be mapped
-                self.address.memory_sample.open()
-                self.mapped = {}
+        self.memory = PeerMemory.of(self.address.memory_sample)
 
 
 class RpcAgents:

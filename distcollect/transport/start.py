@@ -2,24 +2,100 @@
 
 from __future__ import annotations
 
+import importlib
+import logging
+import os
+from typing import Any
+
+from distcollect.errors import ArgumentError
+from distcollect.net.client import ControlConnection
+from distcollect.transport.peer_ids import identity
 from distcollect.transport.protocol import Server, Service, Transport
-from distcollect.transport.rpc import RpcTransport
-from distcollect.transport.rpc_server import RpcServer
+from distcollect.transport.tcp import TcpTransport
+from distcollect.transport.tcp_server import TcpServer
+
+TRANSPORT = "DISTCOLLECT_TRANSPORT"
+RPC, TCP = "rpc", "tcp"
+
+log = logging.getLogger(__name__)
 
 
-def start_transport(address: str) -> Transport:
+def _rpc(module: str) -> Any:
+    """Import a module that needs torch's RPC: some torch may be without it.
+
+    Raises:
+        ImportError: this one is.
+    """
+    return importlib.import_module(f"distcollect.transport.{module}")
+
+
+def chosen(wanted: str | None) -> str:
+    """Return the name of the transport: what is ``wanted``, or else what the environment says.
+
+    Raises:
+        ArgumentError: there is no such transport, or it can't be used here.
+    """
+    name = f"transport={wanted!r}" if wanted else f"{TRANSPORT}={os.environ.get(TRANSPORT)!r}"
+    value = wanted or os.environ.get(TRANSPORT)
+    if value not in (None, "", RPC, TCP):
+        raise ArgumentError(f"{name}: must be {RPC!r} or {TCP!r}")
+    if value == TCP:
+        if identity().num_trainers > 1:
+            raise ArgumentError(f"{name}: several trainers need {RPC!r}, to hand rollouts over")
+        return TCP
+    try:
+        missing = _missing_parts()
+    except ImportError as error:
+        missing = [str(error)]
+    if not missing:
+        return RPC
+    if value == RPC:
+        raise ArgumentError(f"{name}: this torch lacks {', '.join(missing)}; use {TCP!r}")
+    log.info("transport='tcp', as this torch lacks what its RPC needs: %s", ", ".join(missing))
+    return TCP
+
+
+def start_transport(name: str, address: str) -> Transport:
     """Start the transport of a trainer.
 
     Args:
+        name: which one.
         address: this host's, on the interface by which workers reach it.
 
     Raises:
         CollectorStateError: this process uses torch.distributed.rpc itself.
         LaunchError: this torch lacks a private part that is needed, or the address is public.
     """
-    return RpcTransport(address)
+    if name == TCP:
+        return TcpTransport()
+    transport: Transport = _rpc("rpc").RpcTransport(address)
+    return transport
 
 
-def start_server(service: Service, address: str) -> Server:
-    """Answer the calls of trainers for ``service``; the rest is as in :func:`start_transport`."""
-    return RpcServer(service, address)
+def start_server(
+    name: str, service: Service, address: str, connection: ControlConnection
+) -> Server:
+    """Answer the calls of trainers for ``service``.
+
+    Args:
+        name: which transport the trainer uses.
+        service: what is called.
+        address: this host's, on the interface by which the trainer reaches it.
+        connection: with the trainer.
+
+    Raises: as :func:`start_transport`.
+    """
+    if name == TCP:
+        return TcpServer(service, connection)
+    server: Server = _rpc("rpc_server").RpcServer(service, address)
+    return server
+
+
+def _missing_parts() -> list[str]:
+    """Return the names of what torch's RPC needs here and the installed torch lacks.
+
+    Raises:
+        ImportError: it has no RPC at all.
+    """
+    missing: list[str] = _rpc("rpc_agents").missing_symbols()
+    return missing

@@ -252,24 +252,30 @@ class AutoUpdater(WeightUpdaterBase):
     Of several workers on another host one is in the broadcast, and the others map its memory. Where
     trainer and workers have GPUs, and NCCL can be used, the same holds for GPUs instead of hosts:
     one worker of each GPU but the trainer's is in the broadcast. If this torch lacks what a
-    broadcast needs, each worker on another host gets the weights in a call of its own.
+    broadcast needs, or the transport is "tcp", each worker on another host gets the weights in a
+    call of its own.
     """
 
     def __init__(self) -> None:
         self._near = SharedMemoryUpdater()
-        reason = backend_named("gloo").refusal(())
-        self._broadcast = None if reason else BroadcastUpdater()
-        self._far: WeightUpdaterBase = self._broadcast or RPCUpdater()
-        if reason:
+        self._broadcast: BroadcastUpdater | None = None
+        self._far: WeightUpdaterBase = RPCUpdater()
+
+    def attach(self, context: UpdaterContext) -> None:
+        self._context = context
+        if not context.calls_suffice:
+            self._find_broadcast()
+        self._far.attach(context)
+
+    def _find_broadcast(self) -> None:
+        if reason := backend_named("gloo").refusal(()):
             log.warning(
                 "%s, so weights are not broadcast: each worker on another host gets them in a call "
                 "of its own, which takes longer",
                 reason,
             )
-
-    def attach(self, context: UpdaterContext) -> None:
-        self._context = context
-        self._far.attach(context)
+        else:
+            self._far = self._broadcast = BroadcastUpdater()
 
     def sources(
         self, payload: torch.Tensor, peers: Mapping[int, int]

@@ -30,6 +30,7 @@ class UpdaterContext:
         gpus: worker_id to a name of the GPU that has its policy, "" for the CPU.
         shares_memory: whether a peer is on the trainer's host, and can map its memory.
         host_key: equal for peers that can map each other's memory; None: it shares none.
+        calls_suffice: weights in a call are as fast as a broadcast.
     """
 
     address: str
@@ -37,6 +38,7 @@ class UpdaterContext:
     gpus: Mapping[int, str]
     shares_memory: Callable[[int], bool] = lambda _: False
     host_key: Callable[[int], str | None] = lambda _: None
+    calls_suffice: bool = False
 
 
 class WeightUpdaterBase:
@@ -153,7 +155,7 @@ class InlineSource(WeightSource):
 
 
 class RPCUpdater(WeightUpdaterBase):
-    """Sends the weights to each receiver in an RPC of its own: simple, and slow for many."""
+    """Sends the weights to each receiver in a call of its own: over RPC, slow for many."""
 
     def sources(
         self, payload: torch.Tensor, peers: Mapping[int, int]

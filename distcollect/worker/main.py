@@ -17,7 +17,7 @@ from distcollect.common.open_files import flush_output
 from distcollect.common.shared_memory import sample_for
 from distcollect.common.step_counter import StepCounter
 from distcollect.errors import LaunchError
-from distcollect.net.client import join
+from distcollect.net.client import ControlConnection, join
 from distcollect.net.messages import (
     Exit,
     Leaving,
@@ -51,13 +51,8 @@ def main(boot: WorkerBoot) -> None:
     threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     if not threads.isdecimal() or not int(threads):
         torch.set_num_threads(boot.num_threads)
-    connection, _ = join(
-        lambda: boot.trainer,
-        WorkerHello(worker_id=boot.worker_id, incarnation=boot.incarnation),
-        _JOIN_TIMEOUT_S,
-        name=boot.name,
-        give_up_if_refused=True,
-    )
+    connection = _join(boot)
+    connection.unblock()
     welcome = connection.welcome
     if not isinstance(welcome, WorkerWelcome):
         raise LaunchError(f"the trainer answered a worker by {welcome}")
@@ -69,7 +64,8 @@ def main(boot: WorkerBoot) -> None:
         counts=counter,
         first_traj_id=boot.settings.first_traj_id,
     )
-    endpoint = start_server(worker, connection.local_address).endpoint
+    address = connection.local_address
+    endpoint = start_server(welcome.transport, worker, address, connection).endpoint
 
     may_exit = threading.Event()
 
@@ -93,14 +89,26 @@ def main(boot: WorkerBoot) -> None:
 
     def leave(*_: object) -> None:
         signal.signal(signal.SIGTERM, lambda *_: None)  # a second one would wait for this one
-        connection.send(Leaving())
+        connection.send_soon(Leaving())  # as the handler may interrupt this thread in its sending
 
-    # This thread sends nothing else from here on, so the handler interrupts no sending.
     signal.signal(signal.SIGTERM, leave)
     _run(worker)
     may_exit.wait()  # listen() ends the process at the latest when the trainer is gone
     flush_output()
     os._exit(0)  # threads of torch may still wait for something
+
+
+def _join(boot: WorkerBoot) -> ControlConnection:
+    hello = WorkerHello(worker_id=boot.worker_id, incarnation=boot.incarnation)
+    trainer = boot.trainer
+    if boot.control_fd < 0:
+        connection, _ = join(
+            lambda: trainer, hello, _JOIN_TIMEOUT_S, name=boot.name, give_up_if_refused=True
+        )
+        return connection
+    connection = ControlConnection(trainer.host, 0, _JOIN_TIMEOUT_S, fd=boot.control_fd)
+    connection.join(hello, trainer.token, _JOIN_TIMEOUT_S)
+    return connection
 
 
 def _name_worker_in_logs(name: str) -> None:

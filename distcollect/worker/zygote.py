@@ -8,7 +8,7 @@ in use. :class:`distcollect.launch.zygote.Zygote` is its other end.
 Where a fork would not do, the fork becomes a new Python, which imports all by itself.
 
 What both say is pickled, and goes over a pair of sockets that nobody else can reach. A request is a
-worker's number and a signal for that worker's guard. If four descriptors come along, it is to start
+worker's number and a signal for that worker's guard. If descriptors come along, it is to start
 that worker, as a new Python if the signal is not 0; without them, and without a signal, to end with
 the last worker. An answer is a worker's number, whether that is the end, the guard's process id or,
 at the end, the exit code, and words: why it is a new Python, or why it could not be started.
@@ -49,12 +49,12 @@ _PRELOADED = (
     "distcollect.worker.main",
     "encodings.idna",  # to look up a host's address
 )
-_NUM_FDS = 4  # of its start, of its step counter, of stdout and of stderr
+_MOST_FDS = 5  # of its start, stdout and stderr, its step counter, and maybe its connection
 _NEW_PYTHON = """
 import sys
 sys.path[:] = {path!a}
 from distcollect.worker.zygote import begin_new_python
-boot = begin_new_python({start_fd}, {counters_fd}, {mask!r})
+boot = begin_new_python({start_fd}, {fds!r}, {mask!r})
 from distcollect.worker.main import main
 main(boot)
 """
@@ -138,7 +138,7 @@ class _Zygote:
 
     def _receive(self) -> tuple[list[int], bool] | None:
         try:
-            request, fds, _, _ = socket.recv_fds(self._sock, _LONGEST_REQUEST, _NUM_FDS)
+            request, fds, _, _ = socket.recv_fds(self._sock, _LONGEST_REQUEST, _MOST_FDS)
         except OSError:
             request, fds = b"", []
         if not request:
@@ -219,7 +219,7 @@ def _why_not() -> str:
 
 def _become_worker(fds: list[int], mask: Sequence[int], is_new_python: bool) -> WorkerBoot:
     """Make a fork of the zygote what a process of its own would have been."""
-    start_fd, counters_fd, stdout_fd, stderr_fd = fds
+    start_fd, stdout_fd, stderr_fd, *own_fds = fds
     boot, environ, folder, cores = _read(start_fd)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -231,10 +231,10 @@ def _become_worker(fds: list[int], mask: Sequence[int], is_new_python: bool) -> 
         os.chdir(folder)
     os.sched_setaffinity(0, cores)
     if is_new_python:
-        for fd in (start_fd, counters_fd):
+        for fd in (start_fd, *own_fds):
             os.set_inheritable(fd, True)
         code = _NEW_PYTHON.format(
-            path=list(boot.sys_path), start_fd=start_fd, counters_fd=counters_fd, mask=list(mask)
+            path=list(boot.sys_path), start_fd=start_fd, fds=own_fds, mask=list(mask)
         )
         os.execve(sys.executable, [*sys.orig_argv[:-1], code], environ)  # noqa: S606
     os.close(start_fd)
@@ -248,15 +248,19 @@ def _become_worker(fds: list[int], mask: Sequence[int], is_new_python: bool) -> 
     np.random.seed()  # noqa: NPY002 - the state that envs may use
     torch.seed()
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    return replace(boot, counters_fd=counters_fd)
+    return _with_fds(boot, *own_fds)
 
 
-def begin_new_python(start_fd: int, counters_fd: int, mask: Sequence[int]) -> WorkerBoot:
+def begin_new_python(start_fd: int, fds: Sequence[int], mask: Sequence[int]) -> WorkerBoot:
     """Return what a worker starts with that is a new Python; ``mask``: see :func:`serve`."""
     boot, *_ = _read(start_fd)
     os.close(start_fd)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    return replace(boot, counters_fd=counters_fd)
+    return _with_fds(boot, *fds)
+
+
+def _with_fds(boot: WorkerBoot, counters_fd: int, control_fd: int = -1) -> WorkerBoot:
+    return replace(boot, counters_fd=counters_fd, control_fd=control_fd)
 
 
 def _read(start_fd: int) -> tuple[WorkerBoot, dict[str, str], str, Sequence[int]]:

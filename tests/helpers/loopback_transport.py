@@ -30,6 +30,9 @@ class LoopbackTransport:
         hosts: maps peers to what :meth:`host_key` answers.
     """
 
+    name = "loopback"
+    carries_weights = False
+
     def __init__(self) -> None:
         self._services: dict[int, Service] = {}
         self._pending = PendingAnswers()

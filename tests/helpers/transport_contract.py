@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -12,17 +14,20 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.join_server import TOKEN, Recorder
 from helpers.loopback_transport import LoopbackTransport, answer_of
 from helpers.paths import TESTS
-from helpers.scripts.rpc_peer import WORKER_ID, Service, rollout
+from helpers.scripts.transport_peer import WORKER_ID, Service, rollout
 from helpers.waiting import stop_process
 
 import distcollect as dc
 from distcollect.net.messages import PeerAddress
+from distcollect.net.server import JoinServer
 from distcollect.transport import rpc_agents
 from distcollect.transport.peer_ids import identity
 from distcollect.transport.protocol import CollectRequest, Offer
 from distcollect.transport.rpc import RpcTransport
+from distcollect.transport.tcp import TcpTransport
 
 SOON_S = 60
 SMALL, LARGE = 100, 200_000
@@ -59,18 +64,19 @@ class Loopback(World):
         return self.transport.bytes_fetched
 
 
-class Rpc(World):
-    """A transport with a peer in another process."""
+class Processes(World):
+    """A transport with peers in other processes."""
 
     def __init__(self) -> None:
-        self.transport = RpcTransport("127.0.0.1")
         self.processes: list[subprocess.Popen[str]] = []
         self.peer = self.add_peer()
 
     def add_peer(self) -> int:
-        peer = identity().new_peer()  # ids are never used twice in one process
+        raise NotImplementedError
+
+    def start(self, *args: object) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [sys.executable, "-m", "helpers.scripts.rpc_peer"],
+            [sys.executable, "-m", "helpers.scripts.transport_peer", *map(str, args)],
             cwd=TESTS,
             env={**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"},
             stdin=subprocess.PIPE,
@@ -78,17 +84,7 @@ class Rpc(World):
             text=True,
         )
         self.processes.append(process)
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(json.dumps(rpc_agents.CHANNELS) + "\n")
-        process.stdin.flush()
-        self.transport.connect(peer, PeerAddress(process.stdout.readline().strip()))
-        return peer
-
-    def sent_bytes(self) -> int:
-        """The bytes that the peer has written to its sockets (with the channel "basic" alone)."""
-        counters = Path(f"/proc/{self.processes[0].pid}/io").read_text().splitlines()
-        return int(dict(line.split(": ") for line in counters)["wchar"])
+        return process
 
     def kill(self) -> None:
         self.processes[0].kill()
@@ -101,6 +97,48 @@ class Rpc(World):
         for process in self.processes:
             process.kill()
             process.communicate()
+
+
+class Rpc(Processes):
+    def __init__(self) -> None:
+        self.transport = RpcTransport("127.0.0.1")
+        super().__init__()
+
+    def add_peer(self) -> int:
+        peer = identity().new_peer()  # ids are never used twice in one process
+        stdout = self.start(json.dumps(rpc_agents.CHANNELS)).stdout
+        assert stdout is not None
+        self.transport.connect(peer, PeerAddress(stdout.readline().strip()))
+        return peer
+
+    def sent_bytes(self) -> int:
+        """The bytes that the peer has written to its sockets (with the channel "basic" alone)."""
+        counters = Path(f"/proc/{self.processes[0].pid}/io").read_text().splitlines()
+        return int(dict(line.split(": ") for line in counters)["wchar"])
+
+
+class Tcp(Processes):
+    def __init__(self) -> None:
+        self.transport = TcpTransport()
+        self.events = Recorder()
+        self.server = JoinServer("127.0.0.1", TOKEN, self.events)
+        super().__init__()
+
+    def add_peer(self) -> int:
+        self.start(self.server.port, TOKEN)
+        connection = self.connection = self.events.next("admitted")
+        peer = identity().new_peer()
+        self.transport.connect(peer, PeerAddress(""), connection)
+        return peer
+
+    def sent_bytes(self) -> int:
+        """The bytes that have come by the peer's connection, in the kernel's struct tcp_info."""
+        info = self.connection.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)
+        return int(struct.unpack_from("Q", info, 128)[0])
+
+    def close(self) -> None:
+        super().close()
+        self.server.close()
 
 
 def check(tensors: list[torch.Tensor], num_steps: int) -> None:

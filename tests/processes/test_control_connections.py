@@ -27,7 +27,7 @@ __all__ = ["connect", "events", "server"]
 def test_the_server_sees_a_process_end(
     server: JoinServer, events: Recorder, marked: Marked, fork: str
 ) -> None:
-    process = start(marked, "join", server.address, server.port, TOKEN, fork)
+    process = start(marked, "join", "127.0.0.1", server.port, TOKEN, fork)
     assert process.stdout is not None
     connection = events.queue.get(timeout=120)[1]
     assert process.stdout.readline() == "ready\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, replace
@@ -21,6 +22,7 @@ from distcollect.commands.doctor.host_report import (
 )
 from distcollect.commands.doctor.report import capacities
 from distcollect.commands.main import main
+from distcollect.transport import start
 
 
 def only(findings: Iterable[Finding]) -> Finding:
@@ -162,11 +164,16 @@ def test_a_survey_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_torch_without_a_private_part(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.delattr("torch.distributed.rpc.api._init_rpc_states")
     assert main(["doctor"]) == 1
     assert "lacks _init_rpc_states" in capsys.readouterr().out
-    # A run says so too, before any process is started.
-    with pytest.raises(dc.LaunchError, match="lacks _init_rpc_states"):
-        dc.RPCDataCollector("CartPole-v1", frames_per_batch=8, num_workers=1)
+    # A run says so too, before any process is started, unless it can do without.
+    with pytest.raises(dc.ArgumentError, match="lacks _init_rpc_states; use 'tcp'"):
+        dc.RPCDataCollector("CartPole-v1", frames_per_batch=8, num_workers=1, transport="rpc")
+    caplog.set_level(logging.INFO)
+    assert start.chosen(None) == start.TCP
+    assert "transport='tcp', as this torch lacks" in caplog.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from collections.abc import Callable
 
@@ -9,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distcollect.net.framing import FrameReader, Outbox, with_length
+from distcollect.errors import LaunchError
+from distcollect.net.framing import FrameReader, Outbox, Packet, with_length
 
 
 @pytest.mark.parametrize("end", [Outbox.end, Outbox.close])
@@ -45,3 +47,79 @@ def test_frames_come_whole_however_they_are_cut(frames: list[bytes], cuts: list[
         while (frame := reader.next()) is not None:
             found.append(frame)
     assert found == frames
+
+
+@settings(max_examples=10 * settings.default.max_examples)
+@given(
+    st.lists(
+        st.binary(max_size=50)
+        | st.lists(st.sampled_from([0, 1, 70_000, 600_000]), min_size=1, max_size=3),
+        max_size=8,
+    ),
+    st.booleans(),
+)
+def test_messages_pass_packets_and_each_comes_whole(
+    sent: list[bytes | list[int]], reads_meanwhile: bool
+) -> None:
+    here, there = socket.socketpair()
+    with here, there:
+        for sock in (here, there):
+            sock.setblocking(False)
+        outbox, reader = Outbox(here, max_unsent=1_000_000), FrameReader()
+        reader.allocate = bytearray
+        messages, packets = [], []
+
+        def read() -> None:
+            with contextlib.suppress(BlockingIOError):
+                while reader.receive(there):
+                    while (frame := reader.next()) is not None:
+                        if isinstance(frame, bytes):
+                            messages.append(frame)
+                        else:
+                            packets.append((frame.number, [bytes(part) for part in frame.parts]))
+
+        expected = []
+        for number, item in enumerate(sent):
+            if isinstance(item, bytes):
+                outbox.send(with_length(item))
+            else:
+                expected.append((number, [bytes([number]) * size for size in item]))
+                outbox.send_packet(Packet(*expected[-1]))
+            if reads_meanwhile:
+                read()
+        while outbox.send():
+            read()
+        read()
+        assert outbox.num_unsent == 0
+    assert messages == [item for item in sent if isinstance(item, bytes)]
+    assert sorted(packets) == expected  # a small one may pass a large one
+
+
+def test_a_message_waits_for_no_large_packet() -> None:
+    here, there = socket.socketpair()
+    with here, there:
+        for sock in (here, there):
+            sock.setblocking(False)
+        outbox, reader = Outbox(here, max_unsent=100_000), FrameReader()
+        reader.allocate = bytearray
+        assert outbox.send_packet(Packet(7, [bytes(20_000_000)]))
+        assert outbox.send(with_length(b"urgent"))
+        arrived: list[object] = []
+        while len(arrived) < 2:
+            outbox.send()
+            with contextlib.suppress(BlockingIOError):
+                reader.receive(there)
+            arrived += iter(reader.next, None)
+    assert arrived == [b"urgent", Packet(7, [bytearray(20_000_000)])]
+
+
+def test_a_packet_that_was_not_asked_for_is_refused() -> None:
+    reader = FrameReader()
+    reader.feed(b"\x01\0\0\x08" + bytes(8))
+    with pytest.raises(LaunchError, match="not part of distcollect"):
+        reader.next()
+    reader.allocate = bytearray
+    assert reader.next() == Packet(0, [b""])
+    reader.feed(b"\x03\0\0\x08")
+    with pytest.raises(LaunchError, match="belongs to no packet"):
+        reader.next()

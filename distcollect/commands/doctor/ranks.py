@@ -36,7 +36,7 @@ from distcollect.net.messages import (
 )
 from distcollect.net.server import Connection, JoinServer, JoinServerEvents
 from distcollect.transport.peer_ids import identity
-from distcollect.transport.start import start_server, start_transport
+from distcollect.transport.start import RPC, start_server, start_transport
 from distcollect.transport.worker_service import WeightSource
 from distcollect.weights.broadcast import BroadcastUpdater
 from distcollect.weights.updaters import UpdaterContext
@@ -133,7 +133,7 @@ def take_part(find: Callable[[], TrainerAddress], rank: int, timeout_s: float) -
     assert isinstance(welcome, WorkerWelcome)
     # Nobody accepts what connects there: the kernel completes the connection.
     with listen(address) as listener:
-        server = start_server(Rank(rank, address), address)
+        server = start_server(RPC, Rank(rank, address), address, control)
         try:
             reached = PeerAddress(server.endpoint, sample_for(welcome.trainer_memory))
             port = listener.getsockname()[1]
@@ -171,7 +171,7 @@ class Ranks(JoinServerEvents):
         self._ports: dict[int, int] = {}
         self._changed = threading.Condition()
         with contextlib.ExitStack() as undo:
-            self._transport = start_transport(spec.address)
+            self._transport = start_transport(RPC, spec.address)
             undo.callback(self._transport.close)
             self._weights = BroadcastUpdater("gloo")
             self._weights.attach(UpdaterContext(spec.address, TIMEOUT_S, gpus={}))

@@ -1,4 +1,4 @@
-"""The RPC transport keeps the contract of transports; then tests that need processes."""
+"""The transports between processes keep the contract; then tests of what is their own."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from typing import cast
 import pytest
 import torch
 from helpers.loopback_transport import answer_of
-from helpers.scripts.rpc_peer import WORKER_ID, Service
+from helpers.scripts.transport_peer import WORKER_ID, Service
 from helpers.transport_contract import (
     LARGE,
     SMALL,
     SOON_S,
+    Processes,
     Rpc,
+    Tcp,
     TransportContract,
     check,
 )
@@ -38,8 +40,19 @@ class TestRpc(TransportContract):
     make = Rpc
 
 
+class TestTcp(TransportContract):
+    make = Tcp
+
+
+@pytest.fixture(params=[Rpc, Tcp])
+def world(request: pytest.FixtureRequest) -> Iterator[Processes]:
+    world: Processes = request.param()
+    yield world
+    world.close()
+
+
 @pytest.fixture
-def world() -> Iterator[Rpc]:
+def rpc() -> Iterator[Rpc]:
     world = Rpc()
     yield world
     world.close()
@@ -49,46 +62,51 @@ def num_rrefs(world: Rpc) -> tuple[int, int]:
     return cast("tuple[int, int]", world.call(Service.num_rrefs))
 
 
-def test_a_rollout_that_stays_with_its_worker_is_an_rref_of_it(world: Rpc) -> None:
+def test_a_rollout_that_stays_with_its_worker_is_an_rref_of_it(rpc: Rpc) -> None:
     """Torch itself counts them: each ends when it was fetched, or its memory is used again."""
-    offered = world.offered
+    offered = rpc.offered
     small = offered(SMALL)
-    assert num_rrefs(world) == (0, 0)
+    assert num_rrefs(rpc) == (0, 0)
     first = offered(LARGE)
-    assert num_rrefs(world) == (1, 1)
+    assert num_rrefs(rpc) == (1, 1)
     check(answer_of(first.fetch).result(SOON_S), LARGE)
     check(answer_of(small.fetch).result(SOON_S), SMALL)
-    assert num_rrefs(world) == (0, 0)
+    assert num_rrefs(rpc) == (0, 0)
     declined = [offered(LARGE) for _ in range(20)]
     for offer in declined:
         offer.decline()
-    assert num_rrefs(world) == (NUM_SLABS, NUM_SLABS)
-    forgotten, *_ = [offered(LARGE) for _ in range(1 + NUM_SLABS)]
+    assert num_rrefs(rpc) == (NUM_SLABS, NUM_SLABS)
+    for offer in [offered(LARGE) for _ in range(NUM_SLABS)]:
+        check(answer_of(offer.fetch).result(SOON_S), LARGE)
+    assert num_rrefs(rpc) == (0, 0)
+
+
+def test_a_rollout_can_be_fetched_until_its_memory_is_used_again(world: Processes) -> None:
+    forgotten, *_ = [world.offered(LARGE) for _ in range(1 + NUM_SLABS)]
     with pytest.raises(dc.WorkerError, match="its memory has been used again"):
         answer_of(forgotten.fetch).result(SOON_S)
-    unfetched = offered(LARGE)
-    check(answer_of(offered(LARGE).fetch).result(SOON_S), LARGE)
+    unfetched = world.offered(LARGE)
+    check(answer_of(world.offered(LARGE).fetch).result(SOON_S), LARGE)
     check(answer_of(unfetched.fetch).result(SOON_S), LARGE)
-    assert num_rrefs(world) == (0, 0)
 
 
-def test_a_rollout_is_handed_over_as_an_rref(world: Rpc) -> None:
+def test_a_rollout_is_handed_over_as_an_rref(rpc: Rpc) -> None:
     """Another transport fetches by it, once; then the worker says why it is gone."""
-    transport, peer = world.transport, world.peer
+    transport, peer = rpc.transport, rpc.peer
     other = RpcTransport("127.0.0.1")
     try:
         other.connect(peer, transport.address_of(peer))
         held = transport.hand_over(peer, LARGE, "key", 60).result(SOON_S)
-        assert num_rrefs(world) == (1, 1)
+        assert num_rrefs(rpc) == (1, 1)
         check(other.fetch_handover(peer, pickle.loads(pickle.dumps(held))).result(SOON_S), LARGE)
-        assert num_rrefs(world) == (0, 0)
+        assert num_rrefs(rpc) == (0, 0)
         with pytest.raises(dc.WorkerError, match="it was taken already"):
             other.fetch_handover(peer, held).result(SOON_S)
     finally:
         other.close()
 
 
-def test_what_cannot_travel_is_an_error_and_nothing_is_owed(world: Rpc) -> None:
+def test_what_cannot_travel_is_an_error_and_nothing_is_owed(world: Processes) -> None:
     with pytest.raises(dc.WorkerError):
         world.call(Service.lock)
     with pytest.raises(TypeError, match="pickle"):
@@ -98,7 +116,7 @@ def test_what_cannot_travel_is_an_error_and_nothing_is_owed(world: Rpc) -> None:
     assert time.monotonic() - begin < SOON_S / 2
 
 
-def test_kill_9_fails_what_is_owed(world: Rpc) -> None:
+def test_kill_9_fails_what_is_owed(world: Processes) -> None:
     """Also where nobody disconnects the peer; the others are not affected."""
     other = world.add_peer()
     pending = [world.transport.call(world.peer, Service.later, str(i)) for i in range(3)]
@@ -113,7 +131,7 @@ def test_kill_9_fails_what_is_owed(world: Rpc) -> None:
     assert others.result(SOON_S) == 1
 
 
-def test_a_frozen_peer_does_not_hold_up_close(world: Rpc) -> None:
+def test_a_frozen_peer_does_not_hold_up_close(world: Processes) -> None:
     """The peer holds an offered rollout, and never answers."""
     offer = world.offered(LARGE)
     world.stop()
@@ -173,19 +191,19 @@ def num_files() -> int:
 
 @pytest.mark.parametrize("limit", ["_MAX_REMOVED", "_MAX_NUMBER"])
 def test_peers_come_and_go_without_end(
-    world: Rpc, monkeypatch: pytest.MonkeyPatch, limit: str
+    rpc: Rpc, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
     """Torch's numbers of peers are used up, or connections are left over.
 
     What is owed still comes, the others remain, and nothing adds up.
     """
-    transport, peer = world.transport, world.peer
+    transport, peer = rpc.transport, rpc.peer
     monkeypatch.setattr(rpc_agents, limit, 3)
     address = transport.address_of(peer)
     assert address is not None
     threads, files = num_threads(), num_files()
     owed = transport.call(peer, Service.later, "key")
-    offer = world.offered(LARGE)
+    offer = rpc.offered(LARGE)
     for further in range(2**15 - 1, 2**15 + 20):  # as if each were another process
         transport.connect(further, address)
         assert transport.call(further, Service.echo, further).result(SOON_S) == (further,)

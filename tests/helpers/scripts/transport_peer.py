@@ -1,7 +1,8 @@
-"""A small service for the transports' contract suite, and a process that serves it over RPC."""
+"""A small service for the transports' contract suite, and a process that serves it."""
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 import threading
@@ -11,15 +12,19 @@ from typing import Any
 import torch
 
 from distcollect.errors import RolloutGone
+from distcollect.net.client import ControlConnection
+from distcollect.net.messages import WorkerHello
 from distcollect.rollout.header import Header
 from distcollect.rollout.layout import Tensors
 from distcollect.transport import rpc_agents
 from distcollect.transport.protocol import CollectRequest, methods_of
 from distcollect.transport.rpc_server import RpcServer
+from distcollect.transport.tcp_server import TcpServer
 
 WORKER_ID = 7
 
 
+@functools.lru_cache(maxsize=4)
 def rollout(num_steps: int) -> Tensors:
     """The tensors of a rollout with so many steps: one for each dtype, some empty."""
     drawn = torch.Generator().manual_seed(num_steps)
@@ -119,11 +124,27 @@ class Service:
         return Header(WORKER_ID, 0, self.collected, steps, steps, num_bytes, (3, 5)), tensors
 
 
-def main() -> None:
+def serve_rpc(channels: str) -> None:
     """Serve until standard input ends."""
-    rpc_agents.CHANNELS = json.loads(sys.stdin.readline())
+    rpc_agents.CHANNELS = json.loads(channels)
     print(RpcServer(Service(), "127.0.0.1").endpoint, flush=True)
     sys.stdin.read()
+
+
+def serve_tcp(port: int, token: str) -> None:
+    """Serve a trainer until it is gone."""
+    connection = ControlConnection("127.0.0.1", port, 10)
+    connection.join(WorkerHello(worker_id=WORKER_ID, incarnation=0), token)
+    connection.unblock()
+    TcpServer(Service(), connection)
+    connection.receive()
+
+
+def main() -> None:
+    if len(sys.argv) == 2:
+        serve_rpc(sys.argv[1])
+    else:
+        serve_tcp(int(sys.argv[1]), sys.argv[2])
 
 
 if __name__ == "__main__":

@@ -1,0 +1,244 @@
+"""The transport over the connections by which workers join, the trainer's side of it.
+
+Each worker has one connection with its trainer, and calls and rollouts go over it too, as
+:class:`packets <distcollect.net.framing.Packet>`. The thread of the join server reads them all.
+A question has a number; its answer has the same::
+
+    trainer                                  worker
+    (CALL, method, args, kwargs)  ─────────▶
+                                  ◀─────────  the value, or a Failure
+    (COLLECT, request)            ─────────▶
+                                  ◀─────────  the header, and its tensors if they are small
+    (FETCH, number of a COLLECT)  ─────────▶
+                                  ◀─────────  the tensors, or a Failure
+    (PING,)                       ─────────▶
+                                  ◀─────────  None
+
+What is asked and answered is pickled, but for the memory of tensors (:mod:`.packing`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from distcollect.common.waiting import settle
+from distcollect.net.framing import Buffer, Packet
+from distcollect.net.messages import PeerAddress
+from distcollect.net.server import Connection
+from distcollect.rollout.header import Header
+from distcollect.rollout.layout import Tensors
+from distcollect.transport import packing
+from distcollect.transport.copying import Copier, PeerMemory
+from distcollect.transport.failure import Failure
+from distcollect.transport.pending_answers import PendingAnswer, PendingAnswers, peer_is_gone
+from distcollect.transport.protocol import CollectRequest, Deliver, Offer, Transport
+from distcollect.transport.tcp_server import Question
+from distcollect.transport.worker_service import WorkerService
+
+# In /proc/PID/stat: stopped, also by a debugger, or ended.
+_NOT_ALIVE = frozenset("TtZX")
+
+
+class _Peer:
+    """A worker's process.
+
+    Attributes:
+        peer: its id.
+        address: what it said of itself.
+        connection: with it.
+        memory: its memory, if that can be mapped here.
+    """
+
+    def __init__(
+        self, peer: int, address: PeerAddress, connection: Connection, pending: PendingAnswers
+    ) -> None:
+        self.peer = peer
+        self.address = address
+        self.connection = connection
+        self.memory = PeerMemory.of(address.memory_sample)
+        self._pending = pending
+        self._numbers = itertools.count()
+        self._open: dict[int, PendingAnswer] = {}
+
+    allocate = staticmethod(packing.allocate)
+
+    def ask(self, question: Sequence[Buffer], answer: PendingAnswer) -> None:
+        """Send a question, which was packed.
+
+        Raises:
+            OSError: the process is gone.
+        """
+        number = next(self._numbers)
+        self._open[number] = answer
+        self.connection.send_packet(Packet(number, question))
+
+    def received(self, packet: Packet) -> None:
+        answer = self._open.pop(packet.number, None)
+        if answer is None:
+            return
+        try:
+            outcome = packing.unpack(packet.parts)
+        except Exception as error:  # noqa: BLE001 - raised where the answer is waited for
+            self._pending.complete(answer, error=error)
+            return
+        if isinstance(outcome, Failure):
+            self._pending.complete(answer, error=outcome.error())
+        else:
+            self._pending.complete(answer, outcome)
+
+    def ended(self) -> None:
+        self._pending.fail(self.peer)
+
+    @property
+    def is_seen_alive(self) -> bool:
+        """Return True if this process sees that it runs, whatever its Python does meanwhile."""
+        if not self.connection.is_own:
+            return False
+        try:
+            stat = Path(f"/proc/{self.connection.hello.pid}/stat").read_text()
+        except OSError:
+            return False
+        return stat.rpartition(")")[2].split()[0] not in _NOT_ALIVE
+
+
+class TcpTransport(Transport):
+    """Calls workers by their connections. :class:`Transport` documents the methods."""
+
+    name = "tcp"
+    carries_weights = True
+
+    def __init__(self) -> None:
+        self._pending = PendingAnswers()
+        self._peers: dict[int, _Peer] = {}
+        self._lock = threading.Lock()  # held while peers are added, and while it is closed
+        self._is_closed = False
+        self._copier = Copier()
+
+    def connect(
+        self, peer: int, address: PeerAddress, connection: Connection | None = None
+    ) -> None:
+        with self._lock:
+            if peer in self._peers or self._is_closed or connection is None:
+                return
+            known = self._peers[peer] = _Peer(peer, address, connection, self._pending)
+        connection.carry(known)
+
+    def address_of(self, peer: int) -> PeerAddress | None:
+        known = self._peers.get(peer)
+        return None if known is None else known.address
+
+    def call(self, peer: int, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
+        answer: Future[Any] = Future()
+        question = (Question.CALL, method.__name__, args, kwargs)
+        self._ask(peer, question, partial(settle, answer))
+        return answer
+
+    def collect(self, peer: int, request: CollectRequest, deliver: Deliver) -> None:
+        known = self._peers.get(peer)
+        if known is not None and known.memory is not None:
+            request = request._replace(shared=True)
+
+        def offer(sent: tuple[Header, int, list[Any] | None], error: BaseException | None) -> None:
+            if error is not None:
+                deliver(None, error)
+                return
+            header, number, tensors = sent
+            deliver(Offer(header, partial(self._fetch, peer, number, tensors)), None)
+
+        self._ask(peer, (Question.COLLECT, request), offer)
+
+    def _fetch(self, peer: int, number: int, tensors: list[Any] | None, deliver: Deliver) -> None:
+        """Move a rollout here; ``tensors``: they came with its header."""
+        arrived = self._copying(peer, deliver)
+        if tensors is not None:
+            arrived(tensors, None)
+        else:
+            self._ask(peer, (Question.FETCH, number), arrived)
+
+    def _copying(self, peer: int, deliver: Deliver) -> Deliver:
+        """Return what takes a rollout as it was sent, and delivers it."""
+        known = self._peers.get(peer)
+        memory = None if known is None else known.memory
+
+        def arrived(sent: Any, error: BaseException | None) -> None:
+            if error is not None:
+                deliver(None, error)
+            else:
+                self._copier.deliver(peer, memory, sent, deliver)
+
+        return arrived
+
+    def hand_over(self, peer: int, sequence: int, key: str, keep_s: float) -> Future[Any]:
+        kept: Future[Any] = Future()
+        self._ask(
+            peer,
+            (Question.CALL, WorkerService.hand_over.__name__, (sequence, key, keep_s), {}),
+            lambda _, error: settle(kept, key, error),
+        )
+        return kept
+
+    def fetch_handover(self, peer: int, held: Any) -> Future[Tensors]:
+        fetched: Future[Tensors] = Future()
+        args = (held, self.shares_memory(peer))
+        self._ask(
+            peer,
+            (Question.CALL, WorkerService.read_handover.__name__, args, {}),
+            self._copying(peer, partial(settle, fetched)),
+        )
+        return fetched
+
+    def ping(self, peer: int) -> Future[Any]:
+        answer: Future[Any] = Future()
+        known = self._peers.get(peer)
+        if known is not None and known.is_seen_alive:
+            answer.set_result(None)
+        else:
+            self._ask(peer, (Question.PING,), partial(settle, answer))
+        return answer
+
+    def shares_memory(self, peer: int) -> bool:
+        known = self._peers.get(peer)
+        return known is not None and known.memory is not None
+
+    def host_key(self, peer: int) -> str | None:
+        known = self._peers.get(peer)
+        sample = None if known is None else known.address.memory_sample
+        return None if sample is None else sample.host
+
+    def disconnect(self, peer: int) -> None:
+        with self._lock:
+            known = self._peers.pop(peer, None)
+        if known is not None:
+            known.connection.carry(None)
+        self._pending.fail(peer)
+
+    def close(self, grace_s: float = 0) -> None:
+        with self._lock:
+            self._is_closed = True
+        self._pending.wait_for_all(grace_s)
+        self._copier.close()
+        for peer in list(self._peers):
+            self.disconnect(peer)
+
+    def _ask(self, peer: int, question: tuple[Any, ...], deliver: Deliver) -> None:
+        """Send a question to a peer; ``deliver`` gets the answer."""
+        answer = self._pending.expect(peer, deliver)
+        known = self._peers.get(peer)
+        if known is None:
+            self._pending.complete(answer, error=peer_is_gone(peer))
+            return
+        try:
+            parts = packing.pack(question)
+        except Exception as error:  # noqa: BLE001 - raised where the answer is waited for
+            self._pending.complete(answer, error=error)
+            return
+        try:
+            known.ask(parts, answer)
+        except OSError as error:
+            self._pending.complete(answer, error=peer_is_gone(peer, error))

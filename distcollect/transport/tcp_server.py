@@ -1,0 +1,128 @@
+"""The worker's side of the transport over the connections by which workers join: :mod:`.tcp`."""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+import torch
+
+from distcollect.errors import RolloutGone
+from distcollect.net.client import ControlConnection
+from distcollect.net.framing import Packet
+from distcollect.rollout.header import Header
+from distcollect.rollout.layout import Tensors
+from distcollect.transport import packing
+from distcollect.transport.failure import Failure
+from distcollect.transport.protocol import INLINE_BYTES, NUM_SLABS, Service, call_service
+from distcollect.transport.worker_service import WorkerService
+
+
+class Question(enum.IntEnum):
+    """What a trainer asks; see :mod:`.tcp`."""
+
+    CALL = 0
+    COLLECT = 1
+    FETCH = 2
+    PING = 3
+
+
+class TcpServer:
+    """Answers the questions that come on a worker's connection, as its packets.
+
+    Attributes:
+        endpoint: "", as nobody else reaches it.
+    """
+
+    endpoint = ""
+
+    def __init__(self, service: Service, connection: ControlConnection) -> None:
+        """Answer as soon as somebody waits in ``connection.receive()``."""
+        self._service = service
+        self._connection = connection
+        # The last rollouts, by the number of the question; None: it needs no fetching any more.
+        self._offered: dict[int, Tensors | None] = {}
+        self._lock = threading.Lock()  # of these
+        connection.carry(self)
+
+    allocate = staticmethod(packing.allocate)
+
+    def close(self) -> None:
+        """Do nothing: what serves the connection ends with it."""
+
+    def ended(self) -> None:
+        """Do nothing: the process ends with its connection."""
+
+    def received(self, packet: Packet) -> None:
+        number = packet.number
+        try:
+            kind, *args = packing.unpack(packet.parts)
+        except Exception as error:  # noqa: BLE001 - it is sent to the trainer
+            self._fail(number, error)
+            return
+        if kind == Question.CALL:
+            method, arguments, named = args
+            self._call(number, method, arguments, named, lambda value: value)
+        elif kind == Question.COLLECT:
+            offer = partial(self._offer, number)
+            self._call(number, WorkerService.collect.__name__, tuple(args), {}, offer)
+        elif kind == Question.FETCH:
+            self._send_rollout(number, *args)
+        else:
+            self._answer(number, None)
+
+    def _call(
+        self,
+        number: int,
+        method: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        package: Callable[[Any], Any],
+    ) -> None:
+        def deliver(done: Future[Any]) -> None:
+            error = done.exception()
+            if error is not None:
+                self._fail(number, error)
+            else:
+                self._answer(number, package(done.result()))
+
+        call_service(self._service, method, args, kwargs).add_done_callback(deliver)
+
+    def _offer(
+        self, number: int, rollout: tuple[Header, Tensors]
+    ) -> tuple[Header, int, Tensors | None]:
+        """Return what is sent of a rollout with its header: its tensors, if they are small."""
+        header, tensors = rollout
+        sent_bytes = sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
+        is_small = sent_bytes <= INLINE_BYTES
+        with self._lock:
+            self._offered[number] = None if is_small else tensors
+            for old in list(self._offered)[:-NUM_SLABS]:
+                del self._offered[old]  # its memory may be written to now
+        return header, number, tensors if is_small else None
+
+    def _send_rollout(self, number: int, offered: int) -> None:
+        with self._lock:
+            tensors = self._offered.get(offered)
+            if tensors is not None:
+                self._offered[offered] = None
+        if tensors is None:
+            self._fail(number, RolloutGone("its memory has been used again"))
+        else:
+            self._answer(number, tensors)
+
+    def _answer(self, number: int, value: object) -> None:
+        try:
+            parts = packing.pack(value)
+        except Exception as error:  # noqa: BLE001 - it is sent to the trainer
+            self._fail(number, error)
+            return
+        self._connection.send_packet(Packet(number, parts))
+
+    def _fail(self, number: int, error: BaseException) -> None:
+        parts = packing.pack(Failure.of(error, self._service.worker_id))
+        self._connection.send_packet(Packet(number, parts))
