@@ -25,6 +25,7 @@ _NAMES = {
     "collectors.base": "BaseCollector DataCollectorBase",
     "collectors.checkpoint": "Checkpoint",
     "collectors.generic": "Collector MultiCollector",
+    "collectors.priorities": "Prioritized",
     "collectors.replay": "RateLimited ReplayBuffer",
     "collectors.rpc": (
         "AsyncCollector DistributedCollector DistributedDataCollector DistributedSyncCollector "

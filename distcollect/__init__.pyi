@@ -5,6 +5,7 @@ from distcollect.collectors.base import DataCollectorBase as DataCollectorBase
 from distcollect.collectors.checkpoint import Checkpoint as Checkpoint
 from distcollect.collectors.generic import Collector as Collector
 from distcollect.collectors.generic import MultiCollector as MultiCollector
+from distcollect.collectors.priorities import Prioritized as Prioritized
 from distcollect.collectors.replay import RateLimited as RateLimited
 from distcollect.collectors.replay import ReplayBuffer as ReplayBuffer
 from distcollect.collectors.rpc import AsyncCollector as AsyncCollector

@@ -1,6 +1,7 @@
 """SAC learns Pendulum-v1 from a replay buffer that workers fill while it trains.
 
     python launch/train_sac.py                                          # starts its own workers
+    python launch/train_sac.py --prioritized                            # prioritised replay
     torchrun --standalone --nproc-per-node=3 launch/train_sac.py        # one trainer, two workers
 
 The trainer waits for no batch: workers collect with the newest actor that they have, and the
@@ -116,18 +117,23 @@ class Ring:
     def __len__(self) -> int:
         return min(self._added, self._capacity)
 
-    def extend(self, frames: TensorDict) -> None:
-        """Add frames ``[F]``; they replace the oldest ones."""
+    def extend(self, frames: TensorDict) -> Tensor:
+        """Add frames ``[F]``; they replace the oldest ones. Returns where they are."""
         frames = frames.select(*self.KEYS)
         if self._frames is None:
             self._frames = frames[:1].expand(self._capacity).clone()
-        self._frames[(self._added + torch.arange(len(frames))) % self._capacity] = frames
+        index = (self._added + torch.arange(len(frames))) % self._capacity
+        self._frames[index] = frames
         self._added += len(frames)
+        return index
+
+    def __getitem__(self, index: Tensor) -> TensorDict:
+        assert self._frames is not None
+        return self._frames[index]
 
     def sample(self, num_frames: int) -> TensorDict:
         """A random sample of the frames, ``[num_frames]``."""
-        assert self._frames is not None
-        return self._frames[torch.randint(len(self), (num_frames,))]
+        return self[torch.randint(len(self), (num_frames,))]
 
 
 class Learner:
@@ -144,8 +150,10 @@ class Learner:
         """One update; returns its losses, the entropy and the temperature."""
         temperature = self.log_temperature.exp().detach()
         target = self.target(frames["next"], temperature)
-        value = self.critics(frames["observation"], frames["action"])
-        critic_loss = nn.functional.mse_loss(value, target.expand_as(value))
+        error = self.critics(frames["observation"], frames["action"]) - target
+        frames["td_error"] = error.detach().abs().mean(0)
+        weight = frames.get("priority_weight", torch.ones(len(frames)))[:, None]  # without: all 1
+        critic_loss = (weight * error**2).mean()
 
         policy = self.actor(frames["observation"])
         action = policy.rsample()
@@ -218,7 +226,9 @@ def train(
     solved = False
 
     replay = dc.RateLimited(
-        buffer, samples_per_insert=SAMPLES * UPDATES_PER_FRAME, min_size=RANDOM_FRAMES
+        dc.Prioritized(buffer) if args.prioritized else buffer,
+        samples_per_insert=SAMPLES * UPDATES_PER_FRAME,
+        min_size=RANDOM_FRAMES,
     )
     collector = dc.RPCDataCollector(
         make_env,
@@ -237,7 +247,10 @@ def train(
         collector.start()
         updates = 0
         while collector.is_running and not (solved and not args.keep_going):
-            losses = learner.learn(replay.sample(SAMPLES))
+            sample = replay.sample(SAMPLES)
+            losses = learner.learn(sample)
+            if args.prioritized:  # leaves out frames that were overwritten meanwhile
+                replay.update_tensordict_priority(sample)
             updates += 1
             if updates % UPDATES_PER_PUSH == 0:
                 collector.update_policy_weights_(learner.actor, wait=False)
@@ -283,6 +296,7 @@ def parse_args(
     command = parser(description, split="a worker's envs", measure=measure)
     add = command.add_argument
     add("--updates-per-evaluation", type=positive, default=1000, help="%(default)s")
+    add("--prioritized", action="store_true", help="sample frames by their last error")
     command.set_defaults(
         total_frames=30_000,
         frames_per_batch=50,

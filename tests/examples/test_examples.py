@@ -27,13 +27,16 @@ def impala() -> ModuleType:
     return importlib.import_module("train_impala")
 
 
-@pytest.mark.parametrize("name", ["train_sac", "train_sac_torchrl"])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("train_sac", ["--prioritized"]), ("train_sac_torchrl", []), ("train_sac", [])],
+)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torchrl's
-def test_sac_runs(tmp_path: Path, sac: ModuleType, name: str) -> None:
+def test_sac_runs(tmp_path: Path, sac: ModuleType, name: str, options: list[str]) -> None:
     if is_torchrl := name.endswith("torchrl"):
         pytest.importorskip("torchrl", reason="torchrl is not installed")
     arguments = ("--total-frames", 1400, "--updates-per-evaluation", 100, "--solved-at", 0)
-    done = run_example(name, *arguments, "--out", tmp_path)
+    done = run_example(name, *arguments, *options, "--out", tmp_path)
     rows = rows_of(done, tmp_path, is_quiet=not is_torchrl)
     assert [row["updates"] for row in rows] == [100, 200, 300][: len(rows)]
     assert len(rows) >= 2

@@ -14,7 +14,11 @@ from helpers.replay_buffers import KeepingBuffer
 import distcollect as dc
 
 pytest.importorskip("torchrl", reason="the torchrl extra is not installed")
-from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.data import (
+    LazyTensorStorage,
+    TensorDictPrioritizedReplayBuffer,
+    TensorDictReplayBuffer,
+)
 
 T = 4
 
@@ -51,6 +55,25 @@ def test_rows_are_envs(num_envs: int, extend_buffer: bool, in_process: bool) -> 
     assert torch.equal(
         stored["next", "observation"][:-1][goes_on], stored["observation"][1:][goes_on]
     )
+
+
+def test_torchrls_priorities() -> None:
+    settings = {"alpha": 0.7, "beta": 0.5, "batch_size": 8}
+    try:
+        buffer = TensorDictPrioritizedReplayBuffer(storage=LazyTensorStorage(100), **settings)
+    except RuntimeError as error:  # the page "Training" says which versions fit
+        pytest.skip(f"TorchRL's binary does not load with torch {torch.__version__}: {error}")
+    collector = loopback_collector(
+        CountingMaker(), num_workers=1, frames_per_batch=T, replay_buffer=buffer
+    )
+    with collector:
+        for _ in range(3):
+            collector.next()
+        sample = buffer.sample()
+        sample["td_error"] = 1.0 + (sample["index"] == 5)
+        buffer.update_tensordict_priority(sample)
+        assert len(buffer) == 3 * T
+        assert sample["priority_weight"].shape == (8,)
 
 
 MASKING: dict[str, dict[str, Any]] = {
