@@ -133,7 +133,6 @@ class Injuries:
         self._joiners = joiners
         self._address = address
         self._records: dict[int, Record] = {}
-        self._present_until: dict[int, float] = {}
         self._open: list[Injury] = []
         self._begun = len(self.done)
         self._next_at = time.monotonic() + 1.0

@@ -90,11 +90,9 @@ class FrameOracle:
         trajs: ``trajs_per_batch``.
         splits: ``split_trajs``.
         drifts: rows drift apart, and frames between two delivered ones may be missing.
-        drops: whole rollouts may be missing, as with staleness or a lost worker.
         random_batches: so many batches at the start may have random actions.
         in_parallel: when one row's env raises, others may have made the step, which is lost.
         acts: whether the policy is :func:`helpers.judge_envs.act`.
-        knows_workers: whether makers were given a context.
     """
 
     folder: str
@@ -105,14 +103,11 @@ class FrameOracle:
     trajs: int | None = None
     splits: bool = False
     drifts: bool = False
-    drops: bool = False
     random_batches: int = 0
     in_parallel: bool = False
     acts: bool = True
-    knows_workers: bool = True
     ids: dict[int, Place] = field(default_factory=dict)
     delivered: Counter[int] = field(default_factory=Counter)
-    num_padding: int = 0
     ended: list[Episode] = field(default_factory=list)
     _episode_ids: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     _last: dict[int, Frame] = field(default_factory=dict)
@@ -168,7 +163,6 @@ class FrameOracle:
                     same(f"{here}: padding before a frame", i - start, len(chunk))
                     chunk.append(frame)
                 else:
-                    self.num_padding += 1
                     same(f"{here}: traj_id of padding", -1, leaves["collector", "traj_ids"][i, 0])
             if chunk:
                 yield chunk
@@ -210,8 +204,7 @@ class FrameOracle:
             expected = true.truncated or cut
             expect(frame.truncated == expected, f"{frame}: truncated", expected=expected, got=place)
         same(f"{frame}: done", frame.terminated or frame.truncated, frame.done)
-        if self.knows_workers:
-            same(f"{frame}: worker_id", row.worker_id, frame.worker_id)
+        same(f"{frame}: worker_id", row.worker_id, frame.worker_id)
         if self.acts and len(self._batches) > self.random_batches:
             chosen = int(act(torch.tensor([frame.seen]))[0])
             same(f"{frame}: action of the policy for what it saw", chosen, frame.action)
@@ -270,7 +263,7 @@ class FrameOracle:
         before = self._last.get(frame.place.uid)
         if before is None:
             expect(
-                frame.place.step == 0 or self.drifts or self.drops,
+                frame.place.step == 0 or self.drifts,
                 f"{frame}, the first that was delivered of its row",
                 expected="the start of an episode",
                 got=frame.place,
@@ -279,7 +272,7 @@ class FrameOracle:
         what = f"{frame}, delivered after that of {before.place}"
         expect(frame.place > before.place, what, expected="a later frame", got=frame.place)
         # Where one of several envs raised, the trajectories of others may end between two batches.
-        if self.trajs is not None or self.drifts or self.drops or self._has_faults():
+        if self.trajs is not None or self.drifts or self._has_faults():
             return
         if before.done and not self.set_truncated:
             same(f"{what}: step", 0, frame.place.step)
@@ -296,7 +289,7 @@ class FrameOracle:
         ids = self._episode_ids.setdefault((uid, episode), [])
         if frame.traj_id not in ids:
             ids.append(frame.traj_id)
-            may_split = self.drifts or self.drops or self.set_truncated
+            may_split = self.drifts or self.set_truncated
             expect(
                 len(ids) == 1 or may_split, f"{frame}: traj_ids of its episode", expected=1, got=ids
             )
@@ -399,24 +392,18 @@ class FrameOracle:
         faults = sum(len(row.faults) for row in rows)
         return faults * max(row.row for row in rows)
 
-    def check_ledger(self, ledger: Any, *, tried: int = 0, ended: bool) -> None:
-        """Every frame that was stepped was delivered once, or is listed with a cause.
-
-        Args:
-            tried: so many steps of each row were made to try the envs out.
-            ended: whether the collector was shut down, so that nothing is open any more.
-        """
+    def check_ledger(self, ledger: Any) -> None:
+        """After the end, every frame that was stepped was delivered once, or has a cause."""
         total = ledger.total
         parts = total.delivered + sum(total.lost.values()) + total.open
         same(f"stepped against delivered + lost + open in\n{ledger}", total.stepped, parts)
-        if ended:
-            same(f"open frames at the end in\n{ledger}", 0, total.open)
+        same(f"open frames at the end in\n{ledger}", 0, total.open)
         if self.trajs is None:
             for worker_id, frames in ledger.workers.items():
                 what = f"frames that worker {worker_id} delivered in\n{ledger}"
                 same(what, self.delivered[worker_id], frames.delivered)
         rows = [row for row in read_truth(self.folder).values() if not row.evaluates]
-        made = sum(len(row.steps) for row in rows) - tried * len(rows)
+        made = sum(len(row.steps) for row in rows)
         unseen = self.in_parallel and self._num_unseen(rows)
         fits = made - unseen <= total.stepped <= made
         what = f"frames stepped in\n{ledger}"

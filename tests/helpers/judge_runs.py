@@ -146,7 +146,7 @@ def judge(
         if is_local:
             oracle.check_sums(collector.stats())
         else:
-            oracle.check_ledger(collector.ledger, ended=True)
+            oracle.check_ledger(collector.ledger)
 
 
 def judge_ids_of_two(

@@ -23,7 +23,6 @@ class Lives(pettingzoo.ParallelEnv):
         self.space = observation or spaces.Box(0, 100, (2,), np.float32)
         self.episode = -1
         self.count = 0
-        self.acted: list[str] = []
         self.closed = False
 
     def observation_space(self, agent: str) -> Any:
@@ -47,7 +46,6 @@ class Lives(pettingzoo.ParallelEnv):
         return self._see(), {agent: {} for agent in self.agents}
 
     def step(self, actions: dict[str, Any]) -> Any:
-        self.acted = list(actions)
         assert all(self.action_space(agent).contains(each) for agent, each in actions.items())
         self.count += 1
         agents = self.agents

@@ -58,8 +58,8 @@ class Disturbed(dc.BroadcastUpdater):
         groups: the workers of each broadcast.
     """
 
-    def __init__(self, backend: str = "auto") -> None:
-        super().__init__(backend)
+    def __init__(self) -> None:
+        super().__init__()
         self.disturb: Callable[[], Any] | None = None
         self.groups: list[tuple[int, ...]] = []
 

@@ -261,12 +261,12 @@ def secret() -> EnvBase:
 class Growing(EnvBase):
     """Sees one more number at each step, so that observations have no fixed shape.
 
-    An episode has ``length`` steps. The observation after k steps is k + 1 times the number k.
+    An episode has three steps. The observation after k steps is k + 1 times the number k.
     """
 
-    def __init__(self, length: int = 3) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._length, self._count = length, 0
+        self._count = 0
         self.observation_spec = Composite(observation=Unbounded((-1,)))
         self.action_spec = Bounded(-1, 1, (1,))
         self.reward_spec = Unbounded((1,))
@@ -280,7 +280,7 @@ class Growing(EnvBase):
 
     def _step(self, tensordict: Any) -> TensorDict:
         self._count += 1
-        over = torch.tensor([self._count == self._length])
+        over = torch.tensor([self._count == 3])
         return TensorDict({**self._observe(), "reward": torch.ones(1), "done": over})
 
     def _set_seed(self, seed: int | None) -> None:

@@ -27,9 +27,9 @@ class Lengths(gym.Env):
     observation_space = gym.spaces.Box(-1, 1e6, (3,), np.float32)
     action_space = gym.spaces.Discrete(2)
 
-    def __init__(self, index: int, lengths: tuple[int, ...], fails_at: int = -1) -> None:
-        self._index, self._lengths, self._fails_at = index, lengths, fails_at
-        self._episode, self._frame, self._total = -1, 0, 0
+    def __init__(self, index: int, lengths: tuple[int, ...]) -> None:
+        self._index, self._lengths = index, lengths
+        self._episode, self._frame = -1, 0
 
     def _seen(self) -> np.ndarray:
         return np.array([self._index, self._episode, self._frame], np.float32)
@@ -39,22 +39,17 @@ class Lengths(gym.Env):
         return self._seen(), {}
 
     def step(self, action: Any) -> Any:
-        self._total += 1
-        if self._total == self._fails_at:
-            raise OSError("out of paper")
         self._frame += 1
         over = self._frame == self._lengths[self._episode % len(self._lengths)]
         return self._seen(), float(self._frame), over, False, {}
 
 
 class Maker:
-    def __init__(self, *lengths: int, fails_at: int = -1) -> None:
-        self._lengths, self._fails_at = lengths, fails_at
+    def __init__(self, *lengths: int) -> None:
+        self._lengths = lengths
 
     def __call__(self, context: dc.EnvContext) -> Lengths:
-        index = 10 * context.worker_id + context.env_index
-        fails_at, self._fails_at = self._fails_at, -1  # the first one only
-        return Lengths(index, self._lengths, fails_at)
+        return Lengths(10 * context.worker_id + context.env_index, self._lengths)
 
 
 def make(kind: Any, maker: Any, *, num_envs: int, num_workers: int = 2, **settings: Any) -> Any:

@@ -121,18 +121,11 @@ def test_bad_env_ids(env_id: str, match: str) -> None:
         check_env_id(env_id)
 
 
-def spoiled(row: int, method: str, change: Callable[[Any], Any], after: int = 0) -> list[Any]:
-    """Two envs; in one, ``change`` alters what ``method`` returns after ``after`` calls."""
+def spoiled(row: int, method: str, change: Callable[[Any], Any]) -> list[Any]:
+    """Two envs; in one, ``change`` alters what ``method`` returns."""
     envs = [CountingEnv(i, lengths=(100,)) for i in range(2)]
-    right, calls = getattr(envs[row], method), 0
-
-    def wrong(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        result = right(*args, **kwargs)
-        return change(result) if calls > after else result
-
-    setattr(envs[row], method, wrong)
+    right = getattr(envs[row], method)
+    setattr(envs[row], method, lambda *args, **kwargs: change(right(*args, **kwargs)))
     return envs
 
 
