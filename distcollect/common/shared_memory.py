@@ -86,11 +86,12 @@ def host_of_memory() -> str:
 
     They have one kernel, one user, and see each other's pids: containers on one machine may not.
     """
-    return f"{_host_of_pids()} {os.getuid()}"
+    return f"{host_of_pids()} {os.getuid()}"
 
 
 @cache
-def _host_of_pids() -> str:
+def host_of_pids() -> str:
+    """Return a name that is equal for processes that see each other's pids."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
 

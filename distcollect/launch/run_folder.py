@@ -37,6 +37,8 @@ _REQUIRED_SETTINGS = {"command", "num_tasks", "num_workers", "patience_s"}
 
 # The states of a trainer in trainer.json.
 LISTENING, STARTING, REQUEUED, ENDED = "listening", "starting", "requeued", "ended"
+# Why a trainer has ended that did not fail.
+DONE = "it is done"
 
 
 class NotYet(OSError):

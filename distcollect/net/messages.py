@@ -39,6 +39,7 @@ from distcollect.common.memory_segment import Segment
 from distcollect.common.process_exit import ProcessExit
 from distcollect.errors import LaunchError
 from distcollect.net.framing import with_length
+from distcollect.version import __version__
 
 M = TypeVar("M")
 
@@ -51,6 +52,7 @@ _TORCH, _TENSORDICT = map(importlib.metadata.version, ("torch", "tensordict"))
 def versions() -> dict[str, str]:
     """Return what has to match for objects and messages to travel between two processes."""
     return {
+        "distcollect": __version__,
         "protocol": str(PROTOCOL),
         "python": "{}.{}".format(*sys.version_info[:2]),
         "torch": _minor(_TORCH),

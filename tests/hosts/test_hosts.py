@@ -322,8 +322,8 @@ def test_doctor_by_torchrun(network: Network, tmp_path: Path) -> None:
             re.M,
         ), said
     assert "broadcast to all 2 workers" in said
-    assert re.search(r"^names +3 PROBLEMS", said, re.M)
-    assert len(re.findall(r" PROBLEM", said)) == 1, said
+    assert len(re.findall(r"^\d+\. names, ", said, re.M)) == 3, said
+    assert len(re.findall(r"what to do", said)) == 3, said
     assert f"--local-addr={SECOND}.2" in said
 
 
@@ -343,7 +343,6 @@ def test_doctor_finds_closed_ports(network: Network) -> None:
     finally:
         mend = "ip rule add pref 0 lookup local; ip rule del pref 10; ip rule del pref 5"
         network.start(2, "sh", "-ec", mend).output()
-    assert re.search(r"^links +1 PROBLEM ", said, re.M), said
     assert "links, trainer and rank 1 (node2): no answer within 10 s" in said
     assert "what to do: let the hosts reach each other on all TCP ports from 1024 on" in said
 

@@ -116,14 +116,14 @@ def test_a_worker_without_resources_joins_later_and_one_that_is_killed_for_good_
         (
             "too large",
             "DeadlineError",
-            "has the 64 CPU wanted for worker 0, worker 1",
+            "has not started workers [0, 1] yet (64 CPU wanted for each; free on all 1 node(s): ",
         ),
         (
             "spread",
             "DeadlineError",
-            "puts each of the 2 workers on a node of its own, and the Ray cluster has 1",
+            "all at the same time, as STRICT_SPREAD asks; free on all 1 node(s): 2 CPU)",
         ),
-        ("version", "LaunchError", "has 0.0.1: install the same version on all nodes"),
+        ("version", "WorkerMismatch", "its distcollect is 0.0.1, the trainer's is "),
         ("option", "LaunchError", "Ray refuses remote_configs={'num_cpu': 1}"),
     ],
 )

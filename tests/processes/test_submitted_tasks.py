@@ -14,7 +14,6 @@ from helpers.bad_launches import free_port
 from helpers.launching import start
 
 from distcollect.integrations.slurm.jobs import Job
-from distcollect.integrations.slurm.submit import objection
 from distcollect.launch.run_folder import LISTENING, RUN_VARIABLE, TOKEN_VARIABLE, RunFolder
 from distcollect.launch.worker_hosts import WorkerHosts
 
@@ -115,8 +114,3 @@ def test_modules_beside_the_script(tmp_path: Path, *, knows_folder: bool) -> Non
         assert trainer.returncode == 1
     # It tells the workers, too.
     worker.communicate(timeout=60)
-
-
-def test_a_folder_on_a_disk_of_this_host() -> None:
-    assert objection(Path("/dev/run")) == "/dev/run is in this host's memory (tmpfs)"
-    assert not objection(Path("/proc/run"))

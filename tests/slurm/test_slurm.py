@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -75,7 +76,7 @@ def test_two_runs_at_once(cluster: SlurmCluster, capsys: pytest.CaptureFixture[s
     check_batches(run)
     assert run.said[-1] == {"event": "done", "batches": 40}
     assert run.batches[-1]["workers"] == [0, 1]
-    assert re.search(r"trainer +\d+ +COMPLETED .* done", outputs[0])
+    assert re.search(r"trainer +\d+ +COMPLETED ", outputs[0])
     # Only on the cluster's network.
     assert f"at {cluster.env['DC_NET']}." in outputs[0]
     assert (good / "token").stat().st_mode & 0o777 == 0o600
@@ -83,7 +84,6 @@ def test_two_runs_at_once(cluster: SlurmCluster, capsys: pytest.CaptureFixture[s
 
     assert processes[1].returncode == 1, outputs[1]
     assert "FAILED" in outputs[1]
-    assert "a task ended with exit code 1" in outputs[1]
     assert "it failed: exit code 1" in outputs[1]
     # The ends of the failed tasks' logs, and of no others.
     assert "RuntimeError: as it was told to" in outputs[1]
@@ -91,6 +91,13 @@ def test_two_runs_at_once(cluster: SlurmCluster, capsys: pytest.CaptureFixture[s
 
     assert main(["status", str(good), str(bad)]) == 1
     assert f"\n\nrun {bad}\n  trainer" in capsys.readouterr().out
+
+    # SLURM forgets a job some minutes after its end; here it never knew this one.
+    for folder, failed in ((good, 0), (bad, 1)):
+        [file] = (folder / "jobs").iterdir()
+        file.write_text(json.dumps({**json.loads(file.read_text()), "id": "1"}))
+        assert main(["status", str(folder)]) == failed
+        assert re.search(r"trainer +1 +GONE .* 'sacct ", capsys.readouterr().out)
 
 
 def test_trainer_and_workers_apart(
@@ -123,7 +130,7 @@ def test_trainer_and_workers_apart(
     stop.touch()
     cluster.until(lambda: not cluster.command("squeue", "-h"), 40)
     check_batches(run)
-    assert len(re.findall(r"COMPLETED .* done", status(run, capsys))) == 3
+    assert len(re.findall(r"COMPLETED ", status(run, capsys))) == 3
 
 
 def test_a_script_that_submits_itself(cluster: SlurmCluster) -> None:
@@ -134,7 +141,7 @@ def test_a_script_that_submits_itself(cluster: SlurmCluster) -> None:
     cluster.until(lambda: process.poll() is not None)
     output, _ = process.communicate()
     assert process.returncode == 0, output
-    assert re.search(r"trainer +\d+ +COMPLETED .* done", output)
+    assert re.search(r"trainer +\d+ +COMPLETED ", output)
     assert SubmittedRun(folder).said == [{"event": "done", "frames": 240, "workers": [0, 1]}]
 
 
@@ -154,13 +161,14 @@ def test_preempted_and_resumed(cluster: SlurmCluster, capsys: pytest.CaptureFixt
     assert begin["batches"] - last in (0, 1)
     cluster.until(lambda: run.batches and run.batches[-1]["present"] == 2)
     shown = status(run, capsys)
-    assert re.search(r"job \d+ is preempted: its script saved and ended; requeued", shown)
-    assert "requeued 1 time(s) so far" in shown
+    told = r"job \d+ was told to end after \S+ of 00:30:00: its script saved and ended; requeued\n"
+    assert re.search(told, shown)
+    assert re.search(r"job \d+ was started again, on node\d\n", shown)
     stop.touch()
     cluster.until(lambda: not cluster.command("squeue", "-h"), 40)
     assert run.batches[0]["number"] == begin["batches"] + 1
     check_batches(run)
-    assert len(re.findall(r"COMPLETED .* done", status(run, capsys))) == 2
+    assert len(re.findall(r"COMPLETED ", status(run, capsys))) == 2
 
 
 def test_a_worker_s_node_crashes(cluster: SlurmCluster, capsys: pytest.CaptureFixture[str]) -> None:
@@ -187,7 +195,7 @@ def test_a_worker_s_node_crashes(cluster: SlurmCluster, capsys: pytest.CaptureFi
     finally:
         cluster.node("node3", "start")
     check_batches(run)
-    assert re.search(r"COMPLETED .* done", status(run, capsys))
+    assert re.search(r"COMPLETED ", status(run, capsys))
 
 
 def trains_on_node1(cluster: SlurmCluster, stop: Path) -> SubmittedRun:
@@ -213,7 +221,7 @@ def test_the_trainer_s_node_crashes(
         assert run.starts[1]["batches"] > 0
         cluster.until(lambda: run.batches)
         shown = status(run, capsys)
-        assert "NODE_FAIL" in shown
+        assert re.search(r"job \d+ was started again, on node2", shown)
         assert re.search(r"trainer +\d+ +RUNNING +\S+ +node2", shown)
         stop.touch()
         cluster.until(lambda: not cluster.command("squeue", "-h"), 40)
@@ -264,10 +272,10 @@ def test_cancel(cluster: SlurmCluster, capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        (["--partition", "gpus"], r"invalid partition specified: gpus\n(?s:.*)  main: .*\n  low: "),
+        (["--partition", "gpus"], "invalid partition specified: gpus"),
         (["--nodes", 4], "would not run the trainer"),
         (["--cpus-per-task", 400], "requested:\n(?s:.*)  #SBATCH --cpus-per-task=400"),
-        (["--gpus-per-node", 3], "gpu:2"),
+        (["--gpus-per-node", 3], "would not run the trainer"),
         (["--mem-gb", 900], "would not run the trainer"),
         (["--worker-jobs", 1, "--worker-partition", "none"], "would not run the workers: "),
         (["--slurm", "account=nobodys", "--slurm", "nonsense=1"], "would not run the trainer"),

@@ -14,13 +14,13 @@ import pytest
 import distcollect as dc
 from distcollect.commands.doctor import checks
 from distcollect.commands.doctor.checks import Finding
+from distcollect.commands.doctor.command import capacity_table
 from distcollect.commands.doctor.host_report import (
     HostReport,
     inspect_host,
     read_free_bytes,
     read_num_ports,
 )
-from distcollect.commands.doctor.report import capacities
 from distcollect.commands.main import main
 from distcollect.transport import start
 
@@ -39,7 +39,7 @@ FAR = replace(
     rank=2,
     host="node2",
     host_id="another",
-    interfaces={"lo": ["127.0.0.1"], "eth0": ["10.0.0.2"], "eth1": ["10.1.0.2", "fd00::2"]},
+    interfaces=["lo", "eth0", "eth1"],
     address="10.1.0.2",
     interface="eth1",
     own_name=["10.1.0.2"],
@@ -64,18 +64,9 @@ def test_nothing_is_wrong_here() -> None:
 
 
 def test_versions_that_differ() -> None:
-    def other(**versions: str) -> list[Finding]:
-        far = replace(FAR, versions={**HERE.versions, **versions})
-        return list(checks.check_versions([HERE, far]))
-
-    assert not other(torch=HERE.versions["torch"].split("+")[0] + "+cu126")
-    finding = only(other(gymnasium="1.0.0"))
+    finding = only(checks.check_versions([HERE, replace(FAR, gymnasium="0.29.1")]))
     assert finding.where == "rank 2 (node2)"
-    assert finding.problem.startswith("its gymnasium is 1.0.0, the trainer's is ")
-    assert {f.problem.split()[1] for f in other(python="2.7.1", torch="1.13")} == {
-        "python",
-        "torch",
-    }
+    assert finding.problem.startswith("its gymnasium is 0.29.1, the trainer's is ")
 
 
 TP, NCCL = "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
@@ -84,7 +75,6 @@ TP, NCCL = "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 WRONG: list[tuple[dict[str, Any], str]] = [
     # changes of FAR, and of the numbers of hosts and workers; a regular expression
     ({"variables": {TP: "ib0"}}, f"{TP}=ib0, but .* are lo, eth0, eth1.*unset {TP}"),
-    ({"address": "fd00::2"}, "listens on 10.1.0.2, the first address of eth1"),
     ({"num_hosts": 2, "own_name": []}, "'node2' .* nothing.*local-addr=10.1.0.2.*IFNAME=eth1"),
     ({"num_hosts": 2, "own_name": ["127.0.1.1", "::1"]}, "to 127.0.1.1, ::1.*/etc/hosts.*is_host"),
     ({"memory_problem": "no space"}, "map: no space"),
@@ -116,7 +106,7 @@ def test_how_many_workers_a_host_can_serve() -> None:
     report = replace(FAR, num_cores=8, free_bytes=64 << 30, num_ports=28232, max_files=1 << 20)
     unknown = replace(FAR, num_cores=1, free_bytes=-1, num_ports=-1, max_files=100)
     no_limit = replace(unknown, max_files=-1)
-    lines = capacities([report, unknown, no_limit]).splitlines()
+    lines = capacity_table([report, unknown, no_limit]).splitlines()
     assert lines[1].split() == ["node2", "8", "2,048", "1,568", "65,520"]
     assert lines[2].split() == ["node2", "1", "?", "?", "0"]
     assert lines[3].split()[-1] == "?"
@@ -158,7 +148,7 @@ def test_a_survey_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     report = inspect_host(3, "127.0.0.1")
     assert HostReport(**asdict(report)) == report  # as it travels
     assert report.interface == "lo"
-    assert "127.0.0.1" in report.interfaces["lo"]
+    assert "lo" in report.interfaces
     assert report.variables == {"GLOO_SOCKET_IFNAME": "lo"}
     assert not report.memory_problem
 

@@ -114,11 +114,6 @@ def test_devices_may_be_on_other_hosts() -> None:
     assert made.devices.policy is not None
 
 
-def test_gpus_that_ray_hides() -> None:
-    with pytest.warns(UserWarning, match="worker 0 is to compute on cuda.* add 'num_gpus'"):
-        options(num_workers=1, policy_device="cuda")
-
-
 def test_in_a_job_of_ray_any_collector_for_several_hosts_asks_ray(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -102,28 +102,6 @@ def test_times(text: str, expected: int) -> None:
         minutes(f"{text}x")
 
 
-def test_states_of_jobs() -> None:
-    shown = (
-        "JobId=12 JobName=a b JobState=RUNNING Reason=None Restarts=2 ExitCode=0:0 "
-        "RunTime=00:01:02 NodeList=n[1-3]\n"
-        "JobId=20 ArrayJobId=20 ArrayTaskId=1-2,5%2 JobState=PENDING Reason=Priority Restarts=0 "
-        "ExitCode=0:0 RunTime=00:00:00 NodeList=(null)\n"
-        "JobId=21 ArrayJobId=20 ArrayTaskId=0 JobState=OUT_OF_MEMORY Reason=OutOfMemory "
-        "Restarts=0 ExitCode=0:125 RunTime=00:00:09 NodeList=n1\n"
-    )
-    running, *pending, oom = status.parse_scontrol(shown)
-    assert (running.restarts, running.nodes, running.is_over) == (2, "n[1-3]", False)
-    assert [state.job_id for state in pending] == ["20_1", "20_2", "20_5"]
-    assert pending[0].meaning == "waits in the queue (Priority)"
-    assert oom.job_id == "20_0"
-    assert "--mem-gb" in oom.meaning
-    told = "7|CANCELLED by 1000|0:15|00:00:03|n1\n8|FAILED|3:0|00:00:01|n2\n9|NODE_FAIL|0:0|1:0|n3"
-    cancelled, failed, crashed = status.parse_sacct(told)
-    assert cancelled.meaning == "cancelled (by 1000)"
-    assert failed.meaning == "a task ended with exit code 3"
-    assert crashed.is_over
-
-
 def test_the_report_says_in_words_what_the_trainer_does(run: RunFolder) -> None:
     def said(is_running: bool) -> str:
         said = run.read("trainer.json")
@@ -187,4 +165,4 @@ def test_a_folder_of_another_user_is_refused(tmp_path: Path, linked: bool) -> No
 def test_submit_refuses_such_a_folder(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     with pytest.raises(dc.ArgumentError, match=r"run-folder .*others may write to it \(drwxrwxrwx"):
-        check_folder(RunFolder(tmp_path), trusted=True)
+        check_folder(tmp_path, trusted=True)

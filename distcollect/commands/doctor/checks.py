@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 from distcollect.commands.doctor.host_report import FILES, FILES_PER_WORKER, SHM, HostReport
 
-# Ranks must agree in so many parts of a version; the others may differ.
-_PARTS = 2
 _MIN_SHM_BYTES = 256 << 20
 
 
@@ -30,18 +28,12 @@ class Finding(NamedTuple):
 
 
 def check_versions(reports: Sequence[HostReport]) -> Iterator[Finding]:
-    """Check that all ranks have the trainer's versions."""
-    remedy = "install the same version on all hosts (pip install -c constraints/tested.txt)"
+    """Check that all ranks have the trainer's Gymnasium; with others that differ, none joins."""
+    wanted = reports[0].gymnasium
     for report in reports[1:]:
-        for name, mine in reports[0].versions.items():
-            theirs = report.versions[name]
-            if _short(mine) != _short(theirs):
-                problem = f"its {name} is {theirs}, the trainer's is {mine}"
-                yield Finding("versions", report.where, problem, remedy)
-
-
-def _short(version: str) -> str:
-    return ".".join(version.split("+", maxsplit=1)[0].split(".")[:_PARTS])
+        if report.gymnasium.split(".")[:2] != wanted.split(".")[:2]:
+            problem = f"its gymnasium is {report.gymnasium}, the trainer's is {wanted}"
+            yield Finding("versions", report.where, problem, "install the same on all hosts")
 
 
 def check_host(report: HostReport, num_hosts: int, num_workers: int) -> Iterator[Finding]:
@@ -76,7 +68,7 @@ def _limits(report: HostReport, num_workers: int) -> Iterator[tuple[str, str, st
 
 
 def _interface(report: HostReport) -> Iterator[tuple[str, str, str]]:
-    """Check that no variable names a wrong interface, and that RPC uses the rank's address."""
+    """Check that no variable names a wrong interface."""
     names = ", ".join(report.interfaces)
     for name, value in report.variables.items():
         # NCCL allows a list, with "=" before an exact name and "^" before an excluded one.
@@ -85,14 +77,6 @@ def _interface(report: HostReport) -> Iterator[tuple[str, str, str]]:
             problem = f"{name}={value}, but the host's interfaces are {names}"
             remedy = f"unset {name}: distcollect uses the interface that leads to the trainer"
             yield "interface", problem, remedy
-    first = report.interfaces.get(report.interface, [report.address])[0]
-    if report.interface != "lo" and first != report.address:
-        problem = (
-            f"its address is {report.address}, but torch's RPC listens on {first}, the first "
-            f"address of {report.interface}"
-        )
-        remedy = f"make {report.address} the first address of {report.interface}, or let the launch"
-        yield "interface", problem, f"{remedy} use the network of {first}"
 
 
 def _own_name(report: HostReport) -> Iterator[tuple[str, str, str]]:

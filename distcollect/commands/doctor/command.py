@@ -9,14 +9,17 @@ import multiprocessing
 import os
 import platform
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 
 from distcollect.commands.argtypes import above_0, declare
-from distcollect.commands.doctor import checks, report
+from distcollect.commands.doctor import checks
 from distcollect.commands.doctor.checks import Finding
+from distcollect.commands.doctor.host_report import HostReport
 from distcollect.commands.doctor.ranks import Link, Ranks, take_part, take_part_at
+from distcollect.common.tables import text_table
 from distcollect.errors import DistCollectError, LaunchError
 from distcollect.integrations.ray.cluster import ADDRESS as RAY_ADDRESS
 from distcollect.integrations.ray.doctor_nodes import RayNodes
@@ -31,15 +34,6 @@ from distcollect.launch.topology import Launch, Launcher
 from distcollect.net.interfaces import LOOPBACK
 
 _MAX_HOSTS = 6  # with more, pairs of hosts are not tried
-_TOPICS = {
-    "versions": "the same on all ranks",
-    "ranks": "all have joined",
-    "interface": "leads from the workers to the trainer",
-    "names": "of the hosts resolve to addresses on the network",
-    "links": "RPC and broadcasts get through",
-    "files": "enough can be open at once",
-    "memory": "can be shared within a host",
-}
 _OPEN_PORTS = (
     "let the hosts reach each other on all TCP ports from 1024 on, both ways: torch's RPC and Gloo "
     "use any free ports (see /proc/sys/net/ipv4/ip_local_port_range)"
@@ -117,16 +111,15 @@ def _examine(launch: Launch, ranks: Ranks) -> bool:
     reports = dict(sorted(ranks.reports.items()))
     hosts = {each.host_id: each for each in reversed(reports.values())}
     _say(f"distcollect doctor: {launch.world_size} process(es), rank 0 is the trainer", "")
-    _say(report.ranks(reports.values()), "")
+    _say(_ranks_table(reports.values()), "")
     _say("workers that a host can serve, by each of its limits (without what envs and policy need)")
-    _say(report.capacities(list(hosts.values())), "")
+    _say(capacity_table(list(hosts.values())), "")
 
     findings = [*ranks.findings, *checks.check_versions(list(reports.values()))]
     for each in reports.values():
         findings += checks.check_host(each, launch.num_hosts, launch.num_workers)
     findings += _examine_links(ranks)
-    _say(report.topics(findings, _TOPICS), "")
-    _say(*report.problems(findings) or ["nothing is wrong"])
+    _say(*_problem_list(findings) or ["nothing is wrong"])
     return bool(findings)
 
 
@@ -147,7 +140,7 @@ def _examine_links(ranks: Ranks) -> list[Finding]:
             reached.append(rank)
     if measured:
         _say("between the trainer and each worker")
-        _say(report.links(reports, measured), "")
+        _say(_links_table(reports, measured), "")
     if len(measured) <= _MAX_HOSTS:
         # A broadcast is passed on from worker to worker.
         for one, other in itertools.permutations(measured, 2):
@@ -155,7 +148,7 @@ def _examine_links(ranks: Ranks) -> list[Finding]:
                 ranks.connect(one, other)
     if len(reached) > 1:
         with _noting(findings, "broadcast to all workers"):
-            speed = report.speed(ranks.broadcast(reached))
+            speed = _rate(ranks.broadcast(reached))
             _say(f"broadcast to all {len(reached)} workers: {speed}", "")
     return findings
 
@@ -171,6 +164,51 @@ def _noting(findings: list[Finding], where: str) -> Iterator[None]:
         findings.append(Finding("links", where, problem, _OPEN_PORTS))
 
 
+def _ranks_table(reports: Iterable[HostReport]) -> str:
+    """Return a table of all ranks, with their addresses."""
+    rows = [("rank", "host", "address", "interface", "cores", "files")]
+    for r in reports:
+        counts = str(r.num_cores), str(r.max_files)
+        rows.append((str(r.rank), r.host, r.address, r.interface or "none", *counts))
+    return text_table(rows, left=(1, 2, 3))
+
+
+def capacity_table(reports: Sequence[HostReport]) -> str:
+    """Return a table of how many workers each of these hosts can serve, by what limits them."""
+    rows = [("host", *reports[0].capacity)]
+    for report in reports:
+        counts = report.capacity.values()
+        rows.append((report.host, *("?" if n < 0 else f"{n:,}" for n in counts)))
+    return text_table(rows, left=(0,))
+
+
+def _links_table(reports: Mapping[int, HostReport], measured: Mapping[int, Link]) -> str:
+    """Return a table of the links between the trainer and each worker."""
+    rows = [("rank", "host", "round trip", "RPC fetch", "broadcast", "rollouts")]
+    for rank, link in measured.items():
+        round_trip = f"{link.round_trip_s * 1e3:.2f} ms"
+        rates = _rate(link.fetch_bytes_per_s), _rate(link.broadcast_bytes_per_s)
+        way = "mapped" if link.shares_memory else "sent"
+        rows.append((str(rank), reports[rank].host, round_trip, *rates, way))
+    return text_table(rows, left=(1, 5))
+
+
+def _rate(bytes_per_s: float) -> str:
+    """Return a rate in MB/s."""
+    digits = 0 if bytes_per_s > 1e7 else 2
+    return f"{bytes_per_s / 1e6:,.{digits}f} MB/s"
+
+
+def _problem_list(findings: Sequence[Finding]) -> list[str]:
+    """Return all problems with their remedies; one that several ranks have is listed once."""
+    lines = []
+    same_problem = itemgetter(0, 2, 3)
+    by_problem = itertools.groupby(sorted(findings, key=same_problem), key=same_problem)
+    for number, ((topic, problem, remedy), same) in enumerate(by_problem, start=1):
+        where = ", ".join(finding.where for finding in same)
+        lines += [f"{number}. {topic}, {where}: {problem}", f"   what to do: {remedy}"]
+    return lines
+
+
 def _say(*lines: str) -> None:
-    for line in lines:
-        print(line, flush=True)
+    print(*lines, sep="\n", flush=True)

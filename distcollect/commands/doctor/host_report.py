@@ -11,14 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import gymnasium
-import tensordict
-import torch
 
 from distcollect.common import open_files
-from distcollect.common.shared_memory import allocate
+from distcollect.common.shared_memory import allocate, host_of_pids
 from distcollect.launch.cpu_placement import Host, cgroup_folders
 from distcollect.net.interfaces import interface_of, interfaces
-from distcollect.version import __version__
 
 # Each names a network interface: for torch's RPC, Gloo and NCCL.
 INTERFACE_VARIABLES = ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -41,8 +38,8 @@ class HostReport:
         rank: its rank in the launch.
         host: its host's name.
         host_id: equal for ranks that share network interfaces and process ids.
-        versions: versions of Python and of packages, by name.
-        interfaces: maps each interface of its host to its addresses.
+        gymnasium: the version of it.
+        interfaces: those of its host.
         address: the address by which the others reach it.
         interface: the interface that has this address; "" if none has.
         own_name: the addresses that its host's name resolves to on this host.
@@ -58,8 +55,8 @@ class HostReport:
     rank: int
     host: str
     host_id: str
-    versions: dict[str, str]
-    interfaces: dict[str, list[str]]
+    gymnasium: str
+    interfaces: list[str]
     address: str
     interface: str
     own_name: list[str]
@@ -104,15 +101,9 @@ def inspect_host(rank: int, address: str) -> HostReport:
     return HostReport(
         rank=rank,
         host=platform.node(),
-        host_id=_host_id(),
-        versions={
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "tensordict": tensordict.__version__,
-            "gymnasium": gymnasium.__version__,
-            "distcollect": __version__,
-        },
-        interfaces=interfaces(),
+        host_id=f"{host_of_pids()} {Path('/proc/self/ns/net').readlink()}",
+        gymnasium=gymnasium.__version__,
+        interfaces=list(interfaces()),
         address=address,
         interface=interface_of(address) or "",
         own_name=addresses_of(platform.node()),
@@ -162,10 +153,3 @@ def read_free_bytes(
                 granted = int((folder / limit).read_text())
                 free.append(granted - int((folder / used).read_text()))
     return max(0, min(free)) if free else -1
-
-
-def _host_id() -> str:
-    """An id of this host; containers with their own network or processes count as hosts."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    spaces = (str(Path(f"/proc/self/ns/{kind}").readlink()) for kind in ("net", "pid"))
-    return " ".join([boot, *spaces])

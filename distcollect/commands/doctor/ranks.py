@@ -43,9 +43,7 @@ from distcollect.weights.updaters import UpdaterContext
 
 TIMEOUT_S = 10.0
 _ROUND_TRIPS = 50
-# The bytes of a measurement. More would occupy a slow network for long; fewer say little about a
-# fast one.
-_FIRST_BYTES, _MOST_BYTES = 1 << 20, 64 << 20
+_NUM_BYTES = 4 << 20  # of a message; more would take too long on a slow network
 _AIM_S = 0.3  # about how long a measurement takes
 _PIECES = 8
 
@@ -293,13 +291,11 @@ def _wait(answer: Future[Any]) -> None:
 
 
 def _speed(move: Callable[[int], object]) -> float:
-    """Return the bytes per second of ``move(num_bytes)``, with enough bytes for a measurement."""
-    move(_FIRST_BYTES)  # makes buffers and connections
-    num_bytes = _FIRST_BYTES
-    while True:
-        began = time.perf_counter()
-        move(num_bytes)
+    """Return the bytes per second of ``move(num_bytes)``, repeated for :data:`_AIM_S`."""
+    move(_NUM_BYTES)  # makes buffers and connections
+    began, took_s, moved = time.perf_counter(), 0.0, 0
+    while took_s < _AIM_S:
+        move(_NUM_BYTES)
+        moved += _NUM_BYTES
         took_s = time.perf_counter() - began
-        if took_s > _AIM_S / 3 or num_bytes == _MOST_BYTES:
-            return num_bytes / took_s
-        num_bytes = min(_MOST_BYTES, num_bytes * 8)
+    return moved / took_s

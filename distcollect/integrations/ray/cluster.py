@@ -164,15 +164,3 @@ def words(resources: Mapping[str, float]) -> str:
 def nodes(ray: Any) -> list[dict[str, Any]]:
     """Return what Ray knows of each node that is up."""
     return [node for node in ray.nodes() if node["Alive"]]
-
-
-def fits(request: Mapping[str, float], resources: Mapping[str, float]) -> bool:
-    """Return True if there are enough resources for a request."""
-    return all(resources.get(name, 0.0) >= amount for name, amount in request.items())
-
-
-def num_fitting(ray: Any, request: Mapping[str, float]) -> int:
-    """Return how often a request fits into the resources that are free now; 1 at least."""
-    free = ray.available_resources()
-    counts = [free.get(name, 0.0) // amount for name, amount in request.items()]
-    return max(1, int(min(counts, default=1)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
@@ -10,7 +9,6 @@ from typing import Any
 
 from distcollect.collectors.rpc import RPCDataCollector
 from distcollect.collectors.signature import takes
-from distcollect.collectors.stacklevel import users_stack_level
 from distcollect.collectors.worker_options import RPCOptions
 from distcollect.errors import ArgumentError
 from distcollect.integrations.ray.settings import RaySettings
@@ -46,7 +44,6 @@ class RayOptions(RPCOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.placer.check_count(self.num_to_start)
-        self._warn_of_hidden_gpus()
 
     @cached_property
     def placer(self) -> RaySettings:
@@ -61,19 +58,6 @@ class RayOptions(RPCOptions):
             "num_workers is missing: say how many workers Ray is to start (TorchRL's "
             "num_collectors), or pass a list of env makers, one for each"
         )
-
-    def _warn_of_hidden_gpus(self) -> None:
-        for worker_id, devices in enumerate(self.worker_devices):
-            wanted = [d for d in (devices.policy, devices.env) if d is not None]
-            uses_gpu = any(device.type == "cuda" for device in wanted)
-            if uses_gpu and "GPU" not in self.placer.resources(worker_id):
-                warnings.warn(
-                    f"worker {worker_id} is to compute on {wanted[0]}, but remote_configs asks for "
-                    "no GPU, and Ray hides the GPUs of a node from actors that ask for none: add "
-                    "'num_gpus'",
-                    stacklevel=users_stack_level(),
-                )
-                return
 
 
 class RayDataCollector(RPCDataCollector):

@@ -28,7 +28,7 @@ def num_workers() -> int:
         LaunchError: Ray can't be reached.
     """
     ray = ray_cluster.connect(_SETTINGS.init_config)
-    return ray_cluster.num_fitting(ray, _SETTINGS.resources(0))
+    return max(1, int(ray.available_resources().get("CPU", 0)))
 
 
 @contextmanager

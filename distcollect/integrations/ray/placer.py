@@ -16,10 +16,9 @@ from distcollect.common.waiting import Reminder
 from distcollect.errors import LaunchError
 from distcollect.integrations.ray import cluster as ray_cluster
 from distcollect.integrations.ray.actor import RayWorker
-from distcollect.integrations.ray.cluster import fits, words
+from distcollect.integrations.ray.cluster import words
 from distcollect.integrations.ray.settings import RaySettings
 from distcollect.net.messages import TrainerAddress
-from distcollect.version import __version__
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +28,6 @@ _SETTLED_S = 10.0
 # For supervisors to end once they were told to, and for Ray to confirm that an actor has ended.
 _END_TIMEOUT_S = 5.0
 _WATCH_PERIOD_S = 1.0
-_MAX_NAMED = 5
 _DISCONNECTED = (
     "this process is no longer connected to Ray, which has ended its actors: close the collector "
     "before you call ray.shutdown()"
@@ -41,10 +39,12 @@ class _Placed(NamedTuple):
 
     Attributes:
         actor: Ray's handle.
+        started: Ray's reference to the actor's first sign of life.
         served: Ray's reference to the end of :meth:`.RayWorker.serve`.
     """
 
     actor: Any
+    started: Any
     served: Any
 
 
@@ -74,9 +74,8 @@ class RayPlacer:
         self._supervised: Callable[[], Collection[int]] = tuple
         self._lock = threading.Lock()  # of what follows
         self._slots: list[_Placed] = []
-        self._started: set[int] = set()  # slots whose actor runs, and has not joined since
         self._given_up: set[int] = set()
-        self._last_absent: tuple[list[int], list[int]] = [], []
+        self._last_absent: list[int] = []
         self._changed_at = math.inf
         self._placement_group: Any = None
         self._closed = threading.Event()
@@ -92,8 +91,6 @@ class RayPlacer:
         self._supervised, self._give_up_slot = supervised, give_up
         name = f"distcollect-{secrets.token_hex(3)}-worker"
         log.info("asking Ray for %d actor(s), named %s-0 and so on", num_workers, name)
-        if too_much := self._too_much(range(num_workers), num_workers):
-            log.warning("%s", too_much)
         try:
             groups = self._group_options(name, num_workers)
             for worker_id in range(num_workers):
@@ -110,18 +107,10 @@ class RayPlacer:
         options["max_task_retries"] = -1 if options["max_restarts"] else 0
         actor = self._ray.remote(RayWorker).options(**options).remote()
         started = actor.__ray_ready__.remote()
+        num_threads = max(1, int(options["num_cpus"] or 1))
         # An argument of a call goes directly to the actor; those of its creation would be stored.
-        served = actor.serve.remote(
-            worker_id=worker_id,
-            host=trainer.host,
-            port=trainer.port,
-            token=trainer.token,
-            version=__version__,
-            num_threads=max(1, int(options["num_cpus"] or 1)),
-        )
-        with self._lock:
-            self._slots.append(_Placed(actor, served))
-        started.future().add_done_callback(partial(self._has_started, worker_id))
+        served = actor.serve.remote(worker_id, trainer, num_threads)
+        self._slots.append(_Placed(actor, started, served))
         served.future().add_done_callback(partial(self._ended, worker_id))
 
     def _group_options(self, name: str, num_workers: int) -> Sequence[dict[str, Any]]:
@@ -135,38 +124,7 @@ class RayPlacer:
         part = partial(util.scheduling_strategies.PlacementGroupSchedulingStrategy, group)
         return [{"scheduling_strategy": part(i)} for i in range(num_workers)]
 
-    def _too_much(self, worker_ids: Sequence[int], num_workers: int) -> str:
-        """Return why the cluster, with the nodes of now, can never start these actors, in words."""
-        nodes = [node["Resources"] for node in ray_cluster.nodes(self._ray)]
-        resources = [self._settings.resources(w) for w in range(num_workers)]
-        strategy = self._settings.strategy
-        if strategy == "STRICT_SPREAD" and len(nodes) < num_workers:
-            return (
-                f"placement_group_strategy={strategy!r} puts each of the {num_workers} workers on "
-                f"a node of its own, and the Ray cluster has {len(nodes)}: Ray can't start them "
-                "until nodes are added; 'SPREAD' needs no more nodes"
-            )
-        if strategy == "STRICT_PACK":  # one node has to have all that they need together
-            names = dict.fromkeys(name for each in resources for name in each)
-            together = {name: sum(each.get(name, 0.0) for each in resources) for name in names}
-            resources = [together] * num_workers
-        large = [w for w in worker_ids if not any(fits(resources[w], node) for node in nodes)]
-        if not large:
-            return ""
-        wanted = resources[large[0]]
-        most = {name: max((n.get(name, 0.0) for n in nodes), default=0.0) for name in wanted}
-        return (
-            f"no node of the Ray cluster has the {words(wanted)} wanted for {_names(large)} "
-            f"(the most that one has: {words(most)}): Ray can't start them until a larger node "
-            "is added"
-        )
-
     # Called by Ray, on a thread of its own.
-
-    def _has_started(self, worker_id: int, started: Any) -> None:
-        if started.exception() is None:
-            with self._lock:
-                self._started.add(worker_id)
 
     def _ended(self, worker_id: int, served: Any) -> None:
         if not self._closed.is_set():
@@ -179,44 +137,46 @@ class RayPlacer:
             self._given_up.add(worker_id)
         self._give_up_slot(worker_id, reason)
 
-    def _absent(self) -> tuple[list[int], list[int]]:
-        """The slots whose actor runs, but has not joined, and those whose actor does not run.
-
-        Those that were given up are not awaited any more.
-        """
+    def _absent(self) -> list[int]:
+        """The slots that await their supervisor: it has not joined, or is gone."""
         joined = set(self._supervised())
         with self._lock:
-            self._started -= joined  # if one of them leaves, Ray starts its actor again
-            awaited = set(range(len(self._slots))) - joined - self._given_up
-            absent = sorted(awaited & self._started), sorted(awaited - self._started)
+            absent = sorted(set(range(len(self._slots))) - joined - self._given_up)
             if absent != self._last_absent:
                 self._last_absent, self._changed_at = absent, time.monotonic()
             return absent
 
+    def _ever_started(self, worker_ids: Sequence[int]) -> list[int]:
+        """Those of these slots whose actor Ray has started once at least."""
+        slots = {self._slots[worker_id].started: worker_id for worker_id in worker_ids}
+        started, _ = self._ray.wait(list(slots), num_returns=len(slots), timeout=0)
+        return [slots[reference] for reference in started]
+
     @property
     def is_settled(self) -> bool:
         """See :class:`~.worker_hosts.Placer`."""
-        joining, waiting = self._absent()
-        is_old = time.monotonic() - self._changed_at >= _SETTLED_S
-        return not joining and (is_old or not waiting)
+        return not self._absent() or time.monotonic() - self._changed_at >= _SETTLED_S
 
     def missing(self) -> str:
         """See :class:`~.worker_hosts.Placer`."""
-        joining, waiting = self._absent()
+        if not (absent := self._absent()):
+            return ""
+        started = self._ever_started(absent)
+        waiting = [worker_id for worker_id in absent if worker_id not in started]
         parts = []
-        if joining:
-            parts.append(f"Ray has started {_names(joining)}, which did not join yet")
+        if started:
+            parts.append(f"Ray has started workers {started}, which did not join yet")
         if waiting:
-            wanted = words(self._settings.resources(waiting[0]))
+            wanted = self._settings.resources(waiting[0])
             available = self._ray.available_resources()
-            free = words({n: available.get(n, 0.0) for n in self._settings.resources(waiting[0])})
+            free = words({name: available.get(name, 0.0) for name in wanted})
             strategy = self._settings.strategy
             together = "" if strategy is None else f", all at the same time, as {strategy} asks"
             parts.append(
-                f"Ray has not started {_names(waiting)} yet ({wanted} wanted for each{together}; "
-                f"free in the whole cluster: {free}); `ray status` shows what is in use"
+                f"Ray has not started workers {waiting} yet ({words(wanted)} wanted for each"
+                f"{together}; free on all {len(ray_cluster.nodes(self._ray))} node(s): {free}); "
+                "`ray status` shows what is in use, and the largest node"
             )
-            parts += filter(None, [self._too_much(waiting, len(self._slots))])
         return "; ".join(parts)
 
     def _watch(self) -> None:
@@ -255,25 +215,15 @@ class RayPlacer:
 
     def _kill(self) -> None:
         ray, slots = self._ray, self._slots
-        _, waiting = self._absent()
-        started = [slot.served for worker_id, slot in enumerate(slots) if worker_id not in waiting]
-        if started:
-            ray.wait(started, num_returns=len(started), timeout=_END_TIMEOUT_S)
+        ends = [slots[worker_id].served for worker_id in self._ever_started(range(len(slots)))]
+        ray.wait(ends, num_returns=len(ends), timeout=_END_TIMEOUT_S)
         for slot in slots:
             ray.kill(slot.actor)
         # A call to an actor fails once it has ended, and its resources are free for others.
         ended = [slot.actor.__ray_ready__.options(max_task_retries=0).remote() for slot in slots]
-        if ended:
-            ray.wait(ended, num_returns=len(ended), timeout=_END_TIMEOUT_S)
+        ray.wait(ended, num_returns=len(ended), timeout=_END_TIMEOUT_S)
         if self._placement_group is not None:
             ray.util.remove_placement_group(self._placement_group)
-
-
-def _names(worker_ids: Sequence[int]) -> str:
-    names = [f"worker {worker_id}" for worker_id in worker_ids[:_MAX_NAMED]]
-    if len(worker_ids) > _MAX_NAMED:
-        names.append(f"{len(worker_ids) - _MAX_NAMED} more")
-    return ", ".join(names)
 
 
 def _reason(worker_id: int, error: BaseException | None) -> str:
@@ -283,10 +233,4 @@ def _reason(worker_id: int, error: BaseException | None) -> str:
     cause = getattr(error, "cause", None)
     if isinstance(cause, LaunchError):
         return str(cause)
-    text = str(error).strip()
-    if "No module named 'distcollect" in text:
-        text += (
-            "\nInstall distcollect, with the trainer's versions of Python and torch, on all nodes "
-            "of the Ray cluster, or have Ray install it by a runtime_env"
-        )
-    return f"Ray has given up the actor of worker {worker_id}: {text}"
+    return f"Ray has given up the actor of worker {worker_id}: {str(error).strip()}"

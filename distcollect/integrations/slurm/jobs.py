@@ -137,28 +137,6 @@ class Job:
         )
 
 
-def partitions() -> dict[str, str]:
-    """Map the name of each partition to a description of its hosts.
-
-    Raises:
-        LaunchError: there is no SLURM here, or it doesn't answer.
-    """
-    check_slurm()
-    form = "%R|%D node(s) with up to %c CPUs, %m MB of memory, %G for at most %l"
-    done = run_command(["sinfo", "--noheader", "--format", form], COMMAND_TIMEOUT_S)
-    if done.returncode:
-        raise LaunchError(
-            "SLURM doesn't answer: is this a login node, and is the cluster up? sinfo says:\n"
-            f"{done.stderr.strip()}"
-        )
-    found: dict[str, str] = {}
-    for line in done.stdout.splitlines():
-        name, _, about = line.partition("|")
-        about = about.replace("(null)", "no GPUs")
-        found[name] = f"{found[name]}; {about}" if name in found else about
-    return found
-
-
 def check_slurm() -> None:
     """Raise LaunchError if SLURM's commands are not installed here."""
     missing = [name for name in ("sbatch", "srun", "sinfo", "scontrol") if not shutil.which(name)]

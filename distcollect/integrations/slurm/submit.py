@@ -14,38 +14,16 @@ from typing import Any
 from distcollect.commands.argtypes import above_0, count, declare, natural
 from distcollect.errors import ArgumentError, LaunchError
 from distcollect.integrations.slurm import status
-from distcollect.integrations.slurm.jobs import COMMAND_TIMEOUT_S, Job, partitions
-from distcollect.integrations.slurm.task import run_command
+from distcollect.integrations.slurm.jobs import Job, check_slurm
 from distcollect.launch.run_folder import ENDED, RunFolder, obstacle, others_may_change
 
-# Types of file systems in memory, as `stat` names them. A disk of this host is no reason to refuse
-# a folder: a small cluster may export it to the others.
-_IN_MEMORY = {"tmpfs", "ramfs", "hugetlbfs"}
 _PRIVATE_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # noqa: S108 - only compared with
-
-_EPILOG = """\
-One job, whose first task trains and whose others are workers:
-
-    distcollect submit --nodes 8 --tasks-per-node 8 --time 12:00:00 train.py --lr 3e-4
-
-A trainer with a GPU, and 64 workers in 8 separate jobs, which may start at any time:
-
-    distcollect submit --gpus-per-node 1 --worker-jobs 8 --worker-tasks 8 train.py
-
-Two more such jobs for a run that is running or queued:
-
-    distcollect submit --add-workers runs/train-1 --worker-jobs 2 --worker-tasks 8
-
-The script calls distcollect.run(main). With a distcollect.Checkpoint it continues where it was
-when its job is requeued.
-"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.usage = "distcollect submit [OPTIONS] SCRIPT [ARGUMENTS OF THE SCRIPT ...]"
-    parser.epilog = _EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = "Examples: the page 'Clusters' of the documentation."
     parser.add_argument("script", nargs="?", type=Path, help="the training script, a Python file")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="passed on to the script")
     add = partial(declare, parser.add_argument)
@@ -142,7 +120,7 @@ def run(given: argparse.Namespace) -> int:
     if given.worker_jobs:
         jobs.append(_worker_job(given, folder, settings))
     if not given.dry_run:
-        check_folder(folder, trusted=given.trust_folder)
+        check_folder(folder.path, trusted=given.trust_folder)
     return _submit(given, jobs, is_new=True)
 
 
@@ -169,33 +147,25 @@ def _add_workers(given: argparse.Namespace) -> int:
     return _submit(given, [_worker_job(given, folder, settings)], is_new=False)
 
 
-def check_folder(folder: RunFolder, *, trusted: bool) -> None:
-    """Raise ArgumentError if the jobs of a run could not meet in ``folder``, or not safely."""
+def check_folder(path: Path, *, trusted: bool) -> None:
+    """Raise ArgumentError if the jobs of a run could not meet in a folder, or not safely."""
+    folder = RunFolder(path)
     if folder.settings or folder.token_file.exists():
         raise ArgumentError(
-            f"{folder.path} holds a run already: name another --run-folder. A run that was "
+            f"{path} holds a run already: name another --run-folder. A run that was "
             "interrupted continues by itself; see 'distcollect status'"
         )
-    if problem := obstacle(folder.path):
+    if problem := obstacle(path):
         raise ArgumentError(f"{problem}: name another --run-folder")
-    if problem := others_may_change(folder.path):
+    if problem := others_may_change(path):
         raise ArgumentError(f"--run-folder {problem}")
-    if not trusted and (problem := objection(folder.path)):
+    private = [each for each in _PRIVATE_FOLDERS if path.is_relative_to(each)]
+    if private and not trusted:
         raise ArgumentError(
-            f"{problem}: the jobs could not find each other there. Name a --run-folder on the "
-            "cluster's shared disk, or add --trust-folder if all hosts do see it"
+            f"{path} is in {private[0]}, of which each host has its own: the jobs could not find "
+            "each other there. Name a --run-folder on the cluster's shared disk, or add "
+            "--trust-folder if all hosts do see it"
         )
-
-
-def objection(folder: Path) -> str:
-    """Say why other hosts can't see a folder, which need not exist yet; "" if they may."""
-    for private in _PRIVATE_FOLDERS:
-        if folder.is_relative_to(private):
-            return f"{folder} is in {private}, of which each host has its own"
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    command = ["stat", "--file-system", "--format=%T", str(there)]
-    kind = run_command(command, COMMAND_TIMEOUT_S).stdout.strip()
-    return f"{folder} is in this host's memory ({kind})" if kind in _IN_MEMORY else ""
 
 
 def _submit(given: argparse.Namespace, jobs: list[Job], *, is_new: bool) -> int:
@@ -205,16 +175,15 @@ def _submit(given: argparse.Namespace, jobs: list[Job], *, is_new: bool) -> int:
             who, times = job.about
             print(f"# {who}: {job.num_tasks} task(s){times}\n{job.sbatch_file}")
         return 0
-    known = partitions()
+    check_slurm()
     for job in () if given.no_check else jobs:
         if problem := job.test():
             lines = job.sbatch_file.splitlines()
             requested = "\n".join(f"  {line}" for line in lines if line.startswith("#SBATCH"))
-            have = "\n".join(f"  {name}: {about}" for name, about in known.items())
             raise LaunchError(
                 f"SLURM would not run the {job.about[0]}: {problem}\n"
-                f"requested:\n{requested}\nthe cluster has\n{have}\n"
-                "(--no-check submits anyway)"
+                f"requested:\n{requested}\n"
+                "'sinfo' shows what the cluster has; --no-check submits anyway"
             )
     folder = jobs[0].folder
     if is_new:

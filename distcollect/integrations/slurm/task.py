@@ -40,7 +40,7 @@ import submitit
 from submitit.helpers import DelayedSubmission
 
 from distcollect.common.process_exit import describe_exit
-from distcollect.launch.run_folder import ENDED, REQUEUED, STARTING, RunFolder
+from distcollect.launch.run_folder import DONE, ENDED, REQUEUED, STARTING, RunFolder
 
 _POLL_S = 0.05
 _LOST_POLL_S = 5.0
@@ -87,6 +87,8 @@ class SlurmTask:
         self._child: subprocess.Popen[bytes] | None = None
         self._was_terminated = self._cancelled = False
         self._tell(STARTING)
+        if "SLURM_RESTART_COUNT" in os.environ and self._job.global_rank == 0:
+            self._folder.note(self._job.job_id, f"was started again, on {socket.gethostname()}")
         self._failed = Path(self.run, "failed", f"{self._job.job_id}_{self._job.global_rank}.json")
         self._failed.unlink(missing_ok=True)  # of an earlier start of this job
         self._install_handlers()
@@ -113,7 +115,8 @@ class SlurmTask:
         if self._later_start():  # submitit would requeue that one
             self._ended_within(self.grace_s)
             self._leave_if_outdated(self._reap())
-        why = self._why()
+        info = self._job_info()
+        why = f"was told to end after {info.get('RunTime')} of {info.get('TimeLimit')}"
         _log(f"this job {why}: its script was told to save and end")
         if self._ended_within(self.grace_s):
             code = self._reap()
@@ -155,15 +158,6 @@ class SlurmTask:
         command = ["scontrol", "show", "job", "--oneliner", self._job.raw_job_id]
         pairs = (word.partition("=") for word in _output_of(command).split())
         return {name: value for name, _, value in pairs}
-
-    def _why(self) -> str:
-        """Why the job has to end, in words."""
-        info = self._job_info()
-        # Both are like 2026-11-22T01:55:45. An earlier start may have been preempted too.
-        if info.get("StartTime", "~") <= info.get("PreemptTime", "") < "A":
-            return "is preempted"
-        ran = f"after {info.get('RunTime')} of {info.get('TimeLimit')}"
-        return f"was told to end {ran}"
 
     def _start(self) -> None:
         notice = self._notice
@@ -225,7 +219,7 @@ class SlurmTask:
             about = {"how": how, "host": socket.gethostname(), "at": time.time()}
             self._folder.write(f"failed/{self._failed.name}", about)
         if self._is_trainer and not self._cancelled:
-            self._tell(ENDED, why="it is done" if code == 0 else f"it failed: {how}")
+            self._tell(ENDED, why=DONE if code == 0 else f"it failed: {how}")
             # Worker jobs that are still queued: their trainer has ended.
             ids = [str(job["id"]) for job in self._folder.jobs() if not job["trains"]]
             if ids:
