@@ -233,9 +233,14 @@ def check_policy(policy: object, factories: object, *, several: bool) -> None:
         several: the policy is for workers.
 
     Raises:
-        ArgumentTypeError: a factory can't be called.
+        ArgumentTypeError: a factory can't be called, or ``policy`` is a class.
         ArgumentError: the weights of ``policy`` have no shape yet.
     """
+    if isinstance(policy, type):
+        name = policy.__name__
+        raise ArgumentTypeError(
+            f"policy={name} is a class: pass an object, {name}(...), or policy_factory={name}"
+        )
     is_list = several and isinstance(factories, list | tuple)
     for each in factories if is_list and factories else [factories]:  # type: ignore[attr-defined]
         if each is not None and not callable(each):

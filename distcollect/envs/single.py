@@ -173,7 +173,13 @@ class SingleEnvBatch(EnvBatch):
     def _reset_member(self, index: int, seeds: Sequence[int] | None) -> None:
         self._steps[index] = self._checked_step(index)
         with self._naming_env("reset", index):
-            value, info = self.members[index].reset(seed=None if seeds is None else seeds[0])
+            result: Any = self.members[index].reset(seed=None if seeds is None else seeds[0])
+            if not isinstance(result, tuple) or len(result) != 2:
+                raise EnvError(
+                    f"{self.name(index)}: reset() returned no (observation, info); is it an env of "
+                    "the old gym package?"
+                )
+            value, info = result
             self._put(index, value)
             self._put_info(index, info)
 

@@ -16,7 +16,7 @@ from torch import nn
 from distcollect.errors import PolicyError, PolicyKeyError, PolicySignatureError
 from distcollect.policy.normalize import Normalizer
 from distcollect.policy.weight_layout import called_by
-from distcollect.rollout.spaces import Arrays, Key, as_key, nested, unflatten
+from distcollect.rollout.spaces import Arrays, Key, as_key, dtype_name, nested, unflatten
 
 Tensors = dict[Key, torch.Tensor]
 _Change = Callable[[torch.Tensor], torch.Tensor]
@@ -189,18 +189,22 @@ def _copied(value: Any) -> Any:
     return value
 
 
-def raised(error: Exception, given: Iterable[Any]) -> PolicyError:
-    """Return the error for a policy that raised.
+def raised(error: Exception, given: Iterable[tuple[Any, Any]]) -> PolicyError:
+    """Return the error for a policy that raised, which says what the policy was given.
 
     Args:
         error: what it raised.
-        given: the keys of its input.
+        given: the entries of its input.
     """
-    said = f"the policy raised {type(error).__name__}: {error}"
-    if not isinstance(error, KeyError):
-        return PolicyError(said)
-    names = ", ".join(repr(key[0] if len(key) == 1 else key) for key in map(as_key, given))
-    return PolicyKeyError(f"{said}. It was given {names}: name these in in_keys, or read these")
+    entries = ", ".join(
+        f"{'.'.join(as_key(key))!r} {list(value.shape)} {dtype_name(value.dtype)}"
+        for key, value in given
+        if isinstance(value, torch.Tensor)
+    )
+    said = f"the policy raised {type(error).__name__}: {error} (it was given {entries})"
+    if isinstance(error, KeyError):
+        return PolicyKeyError(f"{said}: its in_keys must be among these")
+    return PolicyError(said)
 
 
 def takes_tensordict(policy: Callable[..., Any]) -> bool:

@@ -145,6 +145,12 @@ class OutputReader:
             output, log_prob = self._sample(output)
             written = {**written, "action_log_prob": log_prob}
         if self._action_is_leaf:
+            if isinstance(output, Mapping) or (type(output) is tuple and _has_tensors(output)):
+                raise PolicyError(
+                    f"the policy returned a {type(output).__name__} of {len(output)}, but the "
+                    f"action space is {self._action_space}: return the action, or with a dict of "
+                    "what else the frames are to have: (action, {'value': value})"
+                )
             return (output,), written
         try:
             return list(flatten(self._action_space, output)), written
@@ -251,6 +257,8 @@ class OutputReader:
             )
             if isinstance(space, gym.spaces.Discrete) and got.shape[1:] == (int(space.n),):
                 end = "; these look like logits or a one-hot vector: return the action's index"
+            elif got.shape == shape:
+                end = "; convert it, as with action.to(torch." + dtype_name(leaf.dtype) + ")"
             elif got.shape in {leaf.shape, (1, *leaf.shape)}:
                 end = "; the policy always sees, and returns, a leading dimension of envs"
             elif got.shape == (*shape, 1):
@@ -260,6 +268,10 @@ class OutputReader:
             f"{dtype_name(got.dtype)}, but {needs}shape {list(shape)} and dtype "
             f"{dtype_name(leaf.dtype)}{end}"
         )
+
+
+def _has_tensors(parts: Sequence[Any]) -> bool:
+    return any(isinstance(part, torch.Tensor) and part.ndim for part in parts)
 
 
 def _names(written: Mapping[Any, Any]) -> Iterable[Any]:

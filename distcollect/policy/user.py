@@ -118,7 +118,7 @@ class UserPolicy(Policy):
         except PolicyError:
             raise
         except Exception as error:
-            raise raised(error, self._inputs.tensors) from error
+            raise raised(error, self._inputs.tensors.items()) from error
         if self.state is not None:
             self.state.advance(state, rows)
         return actions, extras

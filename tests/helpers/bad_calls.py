@@ -65,6 +65,11 @@ class OldEnv(SamplingEnv):
         return self.observation_space.sample(), 0.0, False, {}
 
 
+class OldReset(SamplingEnv):
+    def reset(self, **_: Any) -> Any:
+        return self.observation_space.sample()
+
+
 class Boxed(SamplingEnv):
     def __init__(self) -> None:
         super().__init__(action=spaces.Box(-1, 1, (1,)))
@@ -186,6 +191,7 @@ ARGUMENTS: list[Row] = [
         "ask for 3, or for 1",
     ),
     (lambda: sync(create_env_fn=[lambda: vector(2)] * 2), ARGUMENT, "vector env", "without a list"),
+    (lambda: sync(policy=GreedyPolicy), KIND, "policy=GreedyPolicy is a class", "GreedyPolicy\\("),
     (lambda: rpc(policy=5), KIND, "policy=5", "from observations to actions, or None"),
     (lambda: rpc(policy_factory=5), KIND, "policy_factory=5", "makes the policy"),
     (lambda: rpc(policy=Locked()), dc.PolicyNotSendable, "TypeError.*pickle", "policy_factory"),
@@ -411,8 +417,34 @@ RUNNING: list[Row] = [
         lambda: sync(policy=TensorDictModule(nn.Linear(4, 2), ["obs"], ["action"])),
         POLICY,
         "{'obs'}",
-        "given 'observation': name these in in_keys",
+        r"given 'observation' \[1, 4\] float32\): its in_keys must be among",
     ),
+    (
+        lambda: sync(policy=nn.Linear(3, 2)),
+        POLICY,
+        r"RuntimeError: mat1 .*1x4 and 3x2",
+        r"it was given 'observation' \[1, 4\] float32",
+    ),
+    (lambda: sync(policy=acts(0, 1.0)), POLICY, "dtype float32, but", r"to\(torch\.int64\)"),
+    *(
+        (
+            lambda r=returned: sync(policy=lambda o: r),
+            POLICY,
+            f"returned a {kind}",
+            "a dict of what",
+        )
+        for returned, kind in [
+            ((torch.zeros(1).long(), torch.zeros(1)), "tuple of 2"),
+            ({"action": torch.zeros(1).long()}, "dict of 1"),
+        ]
+    ),
+    (
+        lambda: sync(create_env_fn=spaced(observation="wide")),
+        SPACE,
+        "observation_space of SamplingEnv is 'wide'",
+        "one of gymnasium.spaces",
+    ),
+    (lambda: sync(create_env_fn=OldReset), ENV, r"reset\(\) returned no", "env of the old gym"),
     (lambda: sync(policy=acts(0, 2)), POLICY, r"action 2 .*env 0.*Discrete\(2\)", "from 0 to 1"),
     (lambda: stepped(policy=acts(9, -1)), POLICY, "action -1 .*env 0 .CartPole", "from 0 to 1"),
     *(

@@ -125,7 +125,7 @@ class TensorDictPolicy:
         except PolicyError:
             raise
         except Exception as error:
-            raise raised(error, td.keys(include_nested=True, leaves_only=True)) from error
+            raise raised(error, td.items(include_nested=True, leaves_only=True)) from error
         if output is td or (output is None and given is td):
             return
         if output is None:
