@@ -391,7 +391,6 @@ ASYNC_KINDS = tuple(kind for kind in ENV_KINDS if kind.startswith("async"))
 IN_PROCESS_KINDS = tuple(kind for kind in ENV_KINDS if kind not in ASYNC_KINDS)
 # Rows of these kinds always reset themselves one step later.
 FILLER_KINDS = ("native-next", "native-next-nolabel", "async-next-pipe")
-UNCUTTABLE_KINDS = (*FILLER_KINDS, "native-same")
 
 
 @dataclass(frozen=True)
