@@ -19,7 +19,6 @@ from distcollect.policy.weight_layout import called_by
 from distcollect.rollout.spaces import Arrays, Key, as_key, dtype_name, nested, unflatten
 
 Tensors = dict[Key, torch.Tensor]
-_Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Inputs:
@@ -51,13 +50,12 @@ class Inputs:
         self._device = device
         self.num_envs = len(next(iter(observation.values())))
         self.tensors: Tensors = {}
-        # (tensor, view of its array, and what normalises it) where they are not the same memory.
-        self._copies: list[tuple[torch.Tensor, torch.Tensor, _Change | None]] = []
-        self._changes: dict[Key, _Change] = {}
+        self._fill: list[Callable[[], object]] = []  # each updates one that has its own memory
+        self._normalizer = normalizer
+        self._normalized: list[Key] = []
         if normalizer is not None:
             moved(normalizer, device or torch.device("cpu"))
-            keys = [leaf.key for leaf in normalizer.leaves]
-            self._changes = {key: partial(normalizer.normalized, key) for key in keys}
+            self._normalized = [leaf.key for leaf in normalizer.leaves]
         self.add(observation, copy=False)
 
     def add(self, arrays: Arrays, *, copy: bool) -> None:
@@ -67,23 +65,24 @@ class Inputs:
         """
         for key, array in arrays.items():
             source = torch.from_numpy(array)
-            if (change := self._changes.get(key)) is not None:
-                self.tensors[key] = change(source.to(device=self._device)).to(dtype=self._dtype)
-                self._copies.append((self.tensors[key], source, change))
-                continue
+            is_normalized = key in self._normalized
             # Only floats are cast: an integer may be an index, and how to scale a byte image is for
             # the policy to decide.
-            is_cast = self._dtype is not None and source.is_floating_point()
-            dtype = self._dtype if is_cast else source.dtype
-            target = source.to(device=self._device, dtype=dtype, copy=copy)
-            if target is not source:
-                self._copies.append((target, source, None))
+            dtype = source.dtype
+            if is_normalized or dtype.is_floating_point:
+                own = dtype if dtype.is_floating_point else torch.float32
+                dtype = self._dtype or own
+            target = source.to(device=self._device, dtype=dtype, copy=copy or is_normalized)
+            if is_normalized and self._normalizer is not None:
+                self._fill.append(self._normalizer.filling(key, target, source))
+            elif target is not source:
+                self._fill.append(partial(target.copy_, source))
             self.tensors[key] = target
 
     def refresh(self) -> None:
-        """Update the copies from the arrays."""
-        for target, source, change in self._copies:
-            target.copy_(source if change is None else change(source.to(device=self._device)))
+        """Update from the arrays the tensors that have memory of their own."""
+        for fill in self._fill:
+            fill()
 
 
 def moved(policy: nn.Module, device: torch.device) -> nn.Module:
