@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
+import gymnasium as gym
+import numpy as np
 import pytest
 import torch
 from helpers.example_runs import TORCHRUN, changed, rows_of, run_example
 from tensordict import TensorDict
+
+import distcollect as dc
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("tqdm")
@@ -114,3 +119,33 @@ def test_target_not_reached(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert done.stdout.startswith("not solved")
     assert "Traceback" not in done.stderr
+
+
+@pytest.fixture
+def _one_thread() -> Iterator[None]:  # small networks: several threads take longer
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def scaled_cartpole() -> gym.Env[np.ndarray, np.int64]:
+    space = gym.spaces.Box(-np.inf, np.inf, (4,), np.float32)
+    env = gym.make("CartPole-v1")
+    return gym.wrappers.TransformObservation(env, lambda x: np.float32(1000 * x + 20_000), space)
+
+
+@pytest.mark.usefixtures("_one_thread")
+@pytest.mark.parametrize(("normalize", "learns"), [(None, False), (dc.Normalize(), True)])
+def test_learns_from_observations_of_any_scale_if_they_are_normalised(
+    script: ModuleType, normalize: dc.Normalize | None, learns: bool
+) -> None:
+    torch.manual_seed(2)
+    model = script.ActorCritic()
+    losses, optimizer = script.Losses(model), torch.optim.Adam(model.parameters(), 1e-3)
+    frames = {"frames_per_batch": 1600, "total_frames": 12_800, "envs_per_worker": 8}
+    with dc.SyncDataCollector(scaled_cartpole, model, normalize=normalize, **frames) as collector:
+        collector.set_seed(2)
+        for batch in collector:
+            script.learn(model, losses, optimizer, batch)
+        assert (collector.evaluate(10, seed=0).returns.mean() > 150) == learns
