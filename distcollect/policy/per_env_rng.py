@@ -28,6 +28,7 @@ from torch.library import Library, fallthrough_kernel
 
 from distcollect.errors import PolicyError
 from distcollect.policy.splitmix import SplitMixStreams
+from distcollect.version import TESTED
 
 # Torch keeps this key for the package torchdistx, which is no longer developed.
 KEY_NAME = "DeferredInit"
@@ -237,8 +238,7 @@ def register() -> Callable[[], AbstractContextManager[Any]]:
         def refuse() -> AbstractContextManager[Any]:
             raise PolicyError(
                 f"torch {torch.__version__} has no way to draw a policy's random numbers from one "
-                f"seed for each env ({lacking}); use the torch version that constraints/tested.txt "
-                "names, or don't set a seed"
+                f"seed for each env ({lacking}); use torch {TESTED['torch']}, or don't set a seed"
             )
 
         return refuse

@@ -33,6 +33,7 @@ from distcollect.net.interfaces import check_not_public, interface_of, same_addr
 from distcollect.net.messages import PeerAddress
 from distcollect.transport.copying import PeerMemory
 from distcollect.transport.pending_answers import PendingAnswer, PendingAnswers
+from distcollect.version import TESTED
 
 # Torch declares no types for much of what is used here, private or not.
 dist: Any = torch.distributed
@@ -100,7 +101,7 @@ class RpcAgents:
         if missing := missing_symbols():
             raise LaunchError(
                 f"torch {torch.__version__} lacks {', '.join(missing)}, which workers that join "
-                "and leave need; use the torch version that constraints/tested.txt names"
+                f"and leave need; use torch {TESTED['torch']}"
             )
         if rpc.api._is_current_rpc_agent_set():
             raise CollectorStateError(

@@ -17,6 +17,7 @@ import torch.distributed
 from distcollect.errors import ArgumentError
 from distcollect.net.interfaces import listen
 from distcollect.transport.worker_service import WeightSource
+from distcollect.version import TESTED
 from distcollect.weights.process_groups import GroupBackend, GroupMember, Groups, backend_named
 from distcollect.weights.updaters import (
     RPCUpdater,
@@ -351,7 +352,6 @@ def default_updater(backend: str) -> WeightUpdaterBase:
         )
     if backend == "gloo" and (reason := backend_named("gloo").refusal(())):
         raise ArgumentError(
-            f"WeightSync(backend='gloo'): {reason}; use backend='auto', or the torch version that "
-            "constraints/tested.txt names"
+            f"WeightSync(backend='gloo'): {reason}; use backend='auto', or torch {TESTED['torch']}"
         )
     return AutoUpdater() if backend == "auto" else BroadcastUpdater(backend)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from distcollect.version import TESTED
+
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = (ROOT / "pyproject.toml").read_text()
 # Extras that hold packages which the package itself works with, not tools.
@@ -48,6 +50,11 @@ def test_the_lowest_versions_are_those_that_are_tested() -> None:
     }
     different = {name for name in lowest if with_torchrl[name] != lowest[name]}
     assert different == {"tensordict"}
+
+
+def test_versions_that_errors_advise_are_those_that_are_tested() -> None:
+    tested = pinned("tested")
+    assert {name: tested[name] for name in TESTED} == TESTED
 
 
 @pytest.mark.parametrize("name", ["lowest-torchrl", "tested", "newest"])

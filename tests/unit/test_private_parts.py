@@ -199,7 +199,7 @@ def test_seeded_policies_without_the_dispatch_key(
     settings = {"frames_per_batch": 4}
     with dc.SyncDataCollector("CartPole-v1", lambda x: x[:, 2] > 0, **settings) as collector:
         collector.set_seed(3)
-        with pytest.raises(dc.PolicyError, match=r"has no way to draw .* use the torch version"):
+        with pytest.raises(dc.PolicyError, match=r"has no way to draw .* use torch 2"):
             collector.next()
 
 

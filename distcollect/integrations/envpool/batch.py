@@ -18,6 +18,7 @@ from distcollect.envs.vector import VectorBatch
 from distcollect.envs.vector_ids import VectorMaker
 from distcollect.errors import ArgumentError
 from distcollect.rollout.spaces import Arrays
+from distcollect.version import TESTED
 
 log = logging.getLogger(__name__)
 
@@ -32,8 +33,8 @@ def check_envpool_parts(kind: type) -> None:
     if missing := [name for name in _PARTS if not hasattr(kind, name)]:
         raise ArgumentError(
             f"{kind.__name__}: EnvPool {metadata.version('envpool')} lacks {', '.join(missing)}, "
-            "which is used to step its envs; use the envpool version that constraints/tested.txt "
-            "names, or envs of another package"
+            f"which is used to step its envs; use envpool {TESTED['envpool']}, or envs of another "
+            "package"
         )
 
 

@@ -22,6 +22,7 @@ from distcollect.integrations.slurm import task
 from distcollect.integrations.slurm.task import SlurmTask, run_command
 from distcollect.launch import run_folder
 from distcollect.launch.run_folder import RUN_VARIABLE, TOKEN_VARIABLE, RunFolder
+from distcollect.version import TESTED
 
 COMMAND_TIMEOUT_S = 60.0
 # Time for a task to requeue its job, after the time that its script has to save.
@@ -77,8 +78,8 @@ class Job:
         if make is None:
             raise LaunchError(
                 f"submitit {metadata.version('submitit')} lacks _make_sbatch_string, which shows "
-                "an sbatch file before its job is submitted; use the submitit version that "
-                "constraints/tested.txt names, or submit with --no-check"
+                "an sbatch file before its job is submitted; use submitit "
+                f"{TESTED['submitit']}, or submit with --no-check"
             )
         executor = [sys.executable, "-u", "-m", "submitit.core._submit", str(self.folder.logs)]
         text: str = make(
