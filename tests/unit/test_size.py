@@ -14,7 +14,7 @@ from helpers.paths import ROOT
 
 PACKAGE = ROOT / "distcollect"
 LONGEST_MODULE = 450
-LIMITS = {PACKAGE: 26_113, PACKAGE / "commands": 2_010, ROOT / "tests": 32_678}
+LIMITS = {PACKAGE: 26_085, PACKAGE / "commands": 1_983, ROOT / "tests": 32_676}
 
 
 def code_lines(path: Path) -> int:

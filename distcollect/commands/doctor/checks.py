@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from ipaddress import ip_address
 from typing import NamedTuple
 
 from distcollect.commands.doctor.host_report import FILES, FILES_PER_WORKER, SHM, HostReport
@@ -39,7 +38,7 @@ def check_versions(reports: Sequence[HostReport]) -> Iterator[Finding]:
 def check_host(report: HostReport, num_hosts: int, num_workers: int) -> Iterator[Finding]:
     """Check what a rank found on its own host, for a run of this size."""
     checks = [*_interface(report), *_limits(report, num_workers)]
-    if num_hosts > 1:
+    if num_hosts > 1 and not report.knows_itself:
         checks += _own_name(report)
     for topic, problem, remedy in checks:
         yield Finding(topic, report.where, problem, remedy)
@@ -55,10 +54,6 @@ def _limits(report: HostReport, num_workers: int) -> Iterator[tuple[str, str, st
         )
         remedy = f"ulimit -Hn {max(needed, 4096)} before it is started"
         yield "files", problem, f"{remedy} (or LimitNOFILE, nofile in limits.conf)"
-    if report.memory_problem:
-        problem = f"it can't make memory that others map: {report.memory_problem}"
-        remedy = "raise its memory limit; until then rollouts and weights are sent, not shared"
-        yield "memory", problem, remedy
     if 0 <= report.shm_bytes < _MIN_SHM_BYTES:
         problem = (
             f"{SHM} has {report.shm_bytes >> 20} MB free, which AsyncVectorEnv and DataLoader put "
@@ -80,13 +75,11 @@ def _interface(report: HostReport) -> Iterator[tuple[str, str, str]]:
 
 
 def _own_name(report: HostReport) -> Iterator[tuple[str, str, str]]:
-    """Check that a host's own name resolves to an address that other hosts can use."""
-    if any(not ip_address(a.partition("%")[0]).is_loopback for a in report.own_name):
-        return
+    """Say what to do where a host's own name stands for no address that other hosts can reach."""
     problem = (
-        f"on it, its own name {report.host!r} resolves to "
-        f"{', '.join(report.own_name) or 'nothing'}: torchrun may not know the host of its "
-        "rendezvous by it, and groups of your own would listen there"
+        f"on it, its own name {report.host!r} stands for none of its addresses that other hosts "
+        "can reach: torchrun may not know the host of its rendezvous by it, and groups of your own "
+        "would listen elsewhere"
     )
     remedy = (
         f"in its /etc/hosts, give {report.host} the address {report.address}; or start torchrun "

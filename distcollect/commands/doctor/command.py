@@ -7,7 +7,6 @@ import contextlib
 import itertools
 import multiprocessing
 import os
-import platform
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -20,7 +19,7 @@ from distcollect.commands.doctor.checks import Finding
 from distcollect.commands.doctor.host_report import HostReport
 from distcollect.commands.doctor.ranks import Link, Ranks, take_part, take_part_at
 from distcollect.common.tables import text_table
-from distcollect.errors import DistCollectError, LaunchError
+from distcollect.errors import DistCollectError
 from distcollect.integrations.ray.cluster import ADDRESS as RAY_ADDRESS
 from distcollect.integrations.ray.doctor_nodes import RayNodes
 from distcollect.launch.rendezvous import (
@@ -54,15 +53,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Inspect all ranks; 0 if there is no problem, otherwise 1."""
-    try:
-        return _run(given.wait)
-    except LaunchError as error:
-        _say(f"distcollect doctor on {platform.node()}: {error}")
-        return 1
+    """Inspect all ranks; 0 if there is no problem, otherwise 1.
 
-
-def _run(wait_s: float) -> int:
+    Raises:
+        LaunchError: the ranks can't meet, or this one can't take part.
+    """
+    wait_s = given.wait
     launch = Launch.detect()
     if launch.rank > 0:
         take_part(finder(launch), launch.rank, wait_s)

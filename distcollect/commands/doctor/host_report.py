@@ -6,16 +6,15 @@ import contextlib
 import os
 import platform
 import shutil
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 
 import gymnasium
 
 from distcollect.common import open_files
-from distcollect.common.shared_memory import allocate, host_of_pids
+from distcollect.common.shared_memory import host_of_pids
 from distcollect.launch.cpu_placement import Host, cgroup_folders
-from distcollect.net.interfaces import interface_of, interfaces
+from distcollect.net.interfaces import interface_of, interfaces, own_address_of
 
 # Each names a network interface: for torch's RPC, Gloo and NCCL.
 INTERFACE_VARIABLES = ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -42,14 +41,13 @@ class HostReport:
         interfaces: those of its host.
         address: the address by which the others reach it.
         interface: the interface that has this address; "" if none has.
-        own_name: the addresses that its host's name resolves to on this host.
+        knows_itself: whether its host's name stands there for an address that others can reach.
         variables: those of :data:`INTERFACE_VARIABLES` that are set.
         max_files: how many files it may have open.
         num_cores: how many cores it may use.
         shm_bytes: free bytes in /dev/shm; -1: there is no /dev/shm.
         free_bytes: of memory that it and its children can still get; -1: not known.
         num_ports: how many ports its host gives to those who ask for any; -1: not known.
-        memory_problem: why it can't make memory that others map; "" if it can.
     """
 
     rank: int
@@ -59,14 +57,13 @@ class HostReport:
     interfaces: list[str]
     address: str
     interface: str
-    own_name: list[str]
+    knows_itself: bool
     variables: dict[str, str]
     max_files: int
     num_cores: int
     shm_bytes: int
     free_bytes: int = -1
     num_ports: int = -1
-    memory_problem: str = ""
 
     @property
     def where(self) -> str:
@@ -93,11 +90,6 @@ def inspect_host(rank: int, address: str) -> HostReport:
         rank: the rank of this process.
         address: the address by which others reach it.
     """
-    memory_problem = ""
-    try:
-        allocate(1 << 20)
-    except OSError as error:
-        memory_problem = str(error)
     return HostReport(
         rank=rank,
         host=platform.node(),
@@ -106,24 +98,14 @@ def inspect_host(rank: int, address: str) -> HostReport:
         interfaces=list(interfaces()),
         address=address,
         interface=interface_of(address) or "",
-        own_name=addresses_of(platform.node()),
+        knows_itself=own_address_of(platform.node()) is not None,
         variables={name: os.environ[name] for name in INTERFACE_VARIABLES if name in os.environ},
         max_files=open_files.highest_limit(),
         num_cores=Host.inspect().num_cores,
         shm_bytes=shutil.disk_usage(SHM).free if os.path.ismount(SHM) else -1,
         free_bytes=read_free_bytes(),
         num_ports=read_num_ports(),
-        memory_problem=memory_problem,
     )
-
-
-def addresses_of(name: str) -> list[str]:
-    """The addresses that ``name`` resolves to on this host; empty if it is unknown."""
-    try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except OSError:
-        return []
-    return list(dict.fromkeys(str(address[0]) for *_, address in found))
 
 
 def read_num_ports(file: Path = Path("/proc/sys/net/ipv4/ip_local_port_range")) -> int:

@@ -23,7 +23,6 @@ _PRIVATE_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # noqa: S108 - only
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.usage = "distcollect submit [OPTIONS] SCRIPT [ARGUMENTS OF THE SCRIPT ...]"
-    parser.epilog = "Examples: the page 'Clusters' of the documentation."
     parser.add_argument("script", nargs="?", type=Path, help="the training script, a Python file")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="passed on to the script")
     add = partial(declare, parser.add_argument)
