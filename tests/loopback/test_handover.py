@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
@@ -13,6 +12,7 @@ import torch
 from helpers.counting_envs import CountingMaker
 from helpers.loopback_pool import loopback_collector, workers_of
 from helpers.policies import ShownWeight
+from helpers.waiting import eventually
 from tensordict import TensorDict
 
 import distcollect as dc
@@ -30,11 +30,8 @@ def make(**options: Any) -> dc.RPCDataCollector:
 
 def settled(collector: dc.RPCDataCollector, condition: Callable[[dc.Frames], bool]) -> dc.Frames:
     """The ledger's sum once it is so; what happens on other threads takes its time."""
-    deadline = time.monotonic() + SOON_S
-    while not condition(total := collector.ledger.total):
-        assert time.monotonic() < deadline, collector.ledger
-        time.sleep(0.01)
-    return total
+    eventually(lambda: condition(collector.ledger.total), SOON_S, lambda: collector.ledger)
+    return collector.ledger.total
 
 
 @pytest.fixture

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import socket
 import sys
 import urllib.request
 
 import pytest
+from helpers.bad_launches import free_port
 
 import distcollect as dc
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-    return port
 
 
 def test_a_collector_that_could_not_be_made_gives_its_port_back() -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from multiprocessing import resource_tracker
 from pathlib import Path
 
 import pytest
 from benchmarks.__main__ import main as compare
 from helpers.marked import Marked
+from helpers.waiting import eventually
 
 from distcollect.commands.main import main
 
@@ -45,14 +45,11 @@ def test_nothing_is_left_when_bench_is_killed(marked: Marked) -> None:
     bench = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     # The benchmark, two bare loops, multiprocessing's tracker, a guard, what forks workers, and
     # two of these.
-    deadline = time.monotonic() + 60
-    while len(marked.pids()) < 7:
-        assert time.monotonic() < deadline, marked.left()
-        assert bench.poll() is None
-        time.sleep(0.02)
+    eventually(lambda: len(marked.pids()) >= 7 or bench.poll() is not None, 120, about=marked.left)
+    assert bench.poll() is None
     bench.kill()
     bench.wait(10)
-    assert marked.gone(), marked.left()
+    assert marked.gone(60), marked.left()
 
 
 @pytest.mark.slow

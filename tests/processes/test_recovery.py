@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -18,6 +17,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium import spaces
+from helpers.bad_launches import free_port
 from helpers.descendants import signal_all
 from helpers.marked import Marked
 from helpers.policies import ShownWeight
@@ -370,9 +370,7 @@ def join(port: int, *further: str) -> subprocess.Popen[str]:
 
 @pytest.fixture
 def port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+    return free_port()
 
 
 @pytest.mark.timeout(400)
