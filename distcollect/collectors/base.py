@@ -31,6 +31,7 @@ from distcollect.pool.publisher import Weights, WorkerIds
 from distcollect.pool.remote_calls import EnvCall
 from distcollect.results import Evaluation, LagStats, Stats
 from distcollect.telemetry.bottleneck import Bottleneck, find_bottleneck
+from distcollect.telemetry.figures import checked_scalars
 from distcollect.telemetry.monitor import MonitorThread
 from distcollect.telemetry.recorder import StatsRecorder
 from distcollect.transport.peer_ids import identity
@@ -671,6 +672,30 @@ class DataCollectorBase(ABC):
     def bottleneck(self) -> Bottleneck:
         """What limits the run so far, and what would help most; ``str()`` of it is a sentence."""
         return find_bottleneck(self.stats())
+
+    def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
+        """Add numbers of yours, such as losses, to what is shown and written about the run.
+
+        The last of each name are on the terminal, in ``stats().logged`` and, with a ``run_dir``,
+        every ``every_s`` in ``stats.jsonl``, of which the report makes curves. TensorBoard gets
+        each.
+
+        Args:
+            values: finite numbers by name: floats, ints, or tensors without dimensions. A name has
+                letters, digits and ``_ . / -``.
+            step: where TensorBoard plots them; None: at the number of frames.
+
+        Raises:
+            ArgumentError: a name or a number can't be plotted; nothing was logged.
+            ArgumentTypeError: a value is no number, or ``step`` no whole number.
+            CollectorStateError: the collector was shut down.
+        """
+        self._check_open()
+        scalars, step = checked_scalars(values), checks.plain(step)
+        if step is not None and (isinstance(step, bool) or not isinstance(step, int)):
+            raise ArgumentTypeError(f"log(step={step!r}): must be a whole number")
+        self._stats_recorder.log(scalars)
+        self._monitor_thread.log(scalars, self.frames if step is None else step)
 
     def init_updater(self, *args: Any, **kwargs: Any) -> None:  # noqa: B027 - without an updater
         """Pass arguments to the weight updater's ``init``; without an updater nothing happens."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
+from distcollect.common.checks import plain
+from distcollect.errors import ArgumentError, ArgumentTypeError
 from distcollect.results import Stats
 
 _UNITS = "bytes", "frames", "s", "versions"
@@ -55,6 +58,42 @@ class Figure:
         read = attrgetter(self.source) if isinstance(self.source, str) else self.source
         found = read(statistics) if self.label else {"": read(statistics)}
         return {label: value for label, value in found.items() if not math.isnan(value)}
+
+
+_NAME = re.compile(r"\w[\w./-]*", re.ASCII)
+
+
+def checked_scalars(values: object) -> dict[str, float]:
+    """The user's own numbers by name, as Python's.
+
+    Raises:
+        ArgumentError: a name or a number can't be plotted.
+        ArgumentTypeError: ``values`` is no dict of numbers by name.
+    """
+    if not isinstance(values, Mapping):
+        raise ArgumentTypeError(f"log({values!r}): give a dict, such as {{'loss': 0.1}}")
+    groups = {figure.tag for figure in FIGURES if figure.tag}
+    scalars = {}
+    for name, given in values.items():
+        value, what = plain(given), f"log({{{name!r}: ...}})"
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise ArgumentError(
+                f"{what}: a name has letters, digits and _ . / - only, and begins with none of the "
+                "last three"
+            )
+        if (group := name.partition("/")[0]) in groups and group != name:
+            raise ArgumentError(
+                f"{what}: {group}/ is for the collector's own figures: give it another name"
+            )
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ArgumentTypeError(
+                f"{what}: {given!r} is no number: pass a float, an int or a tensor without "
+                "dimensions, such as loss.mean()"
+            )
+        if not math.isfinite(value):
+            raise ArgumentError(f"{what}: {value} can't be plotted: log finite numbers only")
+        scalars[name] = value
+    return scalars
 
 
 def _num_ready(stats: Stats) -> float:
@@ -106,6 +145,6 @@ FIGURES = (
            columns={"": "lost"}),
     Figure("workers", "Workers that are ready", _num_ready),
     Figure("up", "1 if it is ready, else 0", lambda w: w.state == "ready", (WORKER,)),
-    Figure("logged", "Last value of collector.log()", "logged", unit="any", label="name", tag="",
+    Figure("logged", "Logged by collector.log()", "logged", unit="any", label="name", tag="",
            curve=True),
 )  # fmt: skip

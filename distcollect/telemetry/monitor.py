@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -122,6 +122,12 @@ class MonitorThread:
             self._latest = latest
             if self._writers and not self._end.is_set():
                 self._thread.start()
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Have each of these numbers plotted at ``step``; snapshots have the last ones."""
+        for writer in list(self._writers):
+            if isinstance(writer, TensorBoard):
+                writer.log(values, step)
 
     def close(self, last: Stats | None) -> None:
         """Pass on the last snapshot, if there is one, and end. A second call does nothing."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -338,6 +339,12 @@ ARGUMENTS: list[Row] = [
     (lambda: rpc(sync="false"), KIND, "sync='false'", "True or False"),
     (lambda: used(sync(), lambda c: c.set_seed(-1)), ARGUMENT, "seed=-1", "0 or more"),
     (lambda: used(sync(), lambda c: c.set_seed("1")), KIND, "seed='1'", "whole number"),
+    (lambda: used(sync(), lambda c: c.log(0.1)), KIND, r"log\(0.1\)", "give a dict"),
+    (lambda: used(sync(), lambda c: c.log({"a b": 1})), ARGUMENT, "'a b'", "letters, digits"),
+    (lambda: used(sync(), lambda c: c.log({"metrics/a": 1})), ARGUMENT, "metrics/", "another name"),
+    (lambda: used(sync(), lambda c: c.log({"a": math.nan})), ARGUMENT, "'a'.*nan", "finite"),
+    (lambda: used(sync(), lambda c: c.log({"a": "1"})), KIND, "'a'.*'1'", "pass a float"),
+    (lambda: used(sync(), lambda c: c.log({"a": 1}, step=1.5)), KIND, "step=1.5", "whole number"),
     (lambda: sync(create_env_fn="raises_on_import:Env-v0"), ARGUMENT, "Env-v0'", "OSError: no lic"),
     (lambda: sync(create_env_fn="no.such:Env-v0"), ARGUMENT, "'no.such:Env-v0'", "be imported"),
     (lambda: rpc(create_env_fn="Lacking-v0"), ARGUMENT, "'Lacking-v0'.*no_such", "install what"),

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import cloudpickle
 import pytest
+import torch
 from helpers.envs import ProcessIdEnv
 from helpers.marked import Marked
 from helpers.policies import ConstantPolicy
@@ -74,6 +75,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
                 killed = None
                 while killed is None or not _was_told_of_both(told, killed):
                     batch = collector.next(timeout_s=60)
+                    collector.log({"train/loss": torch.tensor(collector.frames / 8), "count": 7})
                     collector.update_policy_weights_(policy)
                     of_one = int(batch["collector", "worker_id"][0]) == 1
                     if killed is None and of_one and len(told) > 3:
@@ -108,6 +110,7 @@ def test_the_last_line_is_the_collectors_own_account(run: Run) -> None:
         assert counts == sorted(counts)
     total = run.ledger.total
     assert total.open == 0
+    assert run.stats.logged == {"train/loss": run.stats.frames / 8, "count": 7}
     assert total.delivered == run.stats.delivered == sum(run.stats.lag.frames.values())
     assert total.lost == run.stats.lost
     assert run.stats.num_restarts == 1
@@ -119,7 +122,13 @@ def test_the_last_line_is_the_collectors_own_account(run: Run) -> None:
 def test_top_says_the_same(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     for where in (run.folder, run.folder / "stats.jsonl"):
         assert cli.main(["top", str(where), "--once"]) == 0
-        assert capsys.readouterr().out == f"{log_line(run.stats)}\n{run.bottleneck}\n"
+        said = capsys.readouterr().out
+        assert said == f"{log_line(run.stats)}\n{run.bottleneck}\n"
+        assert f", logged: train/loss {run.stats.frames / 8:,.4g}, count 7" in said
+    assert cli.main(["report", str(run.folder)]) == 0
+    page = (run.folder / "report.html").read_text()
+    for name in run.stats.logged:
+        assert page.index(f"<h2>{name}: Logged") < page.index(f"<title>{name}: ")
 
 
 def test_the_trace_has_each_process_of_the_run(run: Run) -> None:
@@ -138,9 +147,12 @@ def test_tensorboard_reads_it(run: Run) -> None:
     events = event_accumulator.EventAccumulator(str(run.folder), size_guidance=everything)
     events.Reload()
     tags = set(events.Tags()["scalars"])
-    groups = {"collector", "trainer_share", "worker_share", "metrics"}
+    groups = {"collector", "trainer_share", "worker_share", "metrics", "train", "count"}
     assert {tag.partition("/")[0] for tag in tags} == groups
     assert events.Scalars("metrics/return")[-1].value == 2.0
+    # Each call of log() is there, though several lie between two snapshots.
+    losses = [(event.step, event.value) for event in events.Scalars("train/loss")]
+    assert losses == [(step, step / 8) for step in range(50, run.stats.frames + 1, 50)]
     assert tags >= {"collector/frames_per_s", "collector/episode_return", "worker_share/env"}
     # One point per line, by frames, up to the last.
     told = {stats.frames: stats for stats in run.told}
