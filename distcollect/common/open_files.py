@@ -12,9 +12,9 @@ from collections.abc import Iterator
 _MOST = 1 << 20
 # What a trainer needs at least (measured with torch 2.13): files without workers, for each worker
 # a control connection, four sockets of torch's RPC, and its supervisor's connection. A worker that
-# the trainer starts has no supervisor, but three pieces of memory: its step counter and two
-# rollouts.
-_FILES, _FILES_PER_WORKER, FILES_PER_LOCAL_WORKER = 140, 6, 8
+# the trainer starts has no supervisor, but three pieces of memory, its step counter and two
+# rollouts, and beside a display a pipe.
+_FILES, _FILES_PER_WORKER, FILES_PER_LOCAL_WORKER = 140, 6, 9
 _STDOUT, _STDERR = 1, 2
 
 

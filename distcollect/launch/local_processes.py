@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from distcollect.common import worker_guard
+from distcollect.common import worker_guard, worker_prints
 from distcollect.common.forks import Owner
 from distcollect.common.process_exit import ProcessExit
 from distcollect.common.step_counter import LIMIT_MS, STACK_SIGNAL, TASK, SharedStepCounter, Task
@@ -43,6 +43,7 @@ _WATCHDOG_PERIOD_S = 1.0
 _REAP_TIMEOUT_S = 8.0
 # From the signal that has a process write its stack until that is read, and the process ended.
 _STACK_S = 0.25
+_PRINTS_TIMEOUT_S = 1.0
 
 Block = tuple[int, ...]
 
@@ -145,6 +146,7 @@ class LocalProcesses:
         self._changed = threading.Condition(self._lock)
         self._running: dict[tuple[int, int], _Running] = {}
         self._closed = threading.Event()
+        self._readers: list[threading.Thread] = []  # of what workers print
         self._watchdog: threading.Thread | None = None
         self._owner = Owner()
 
@@ -201,8 +203,11 @@ class LocalProcesses:
             authkey=multiprocessing.current_process().authkey.hex(),
         )
         cores = placement.cores or os.sched_getaffinity(0)
+        for ended in [reader for reader in self._readers if not reader.is_alive()]:
+            self._readers.remove(ended)
         try:
-            process = zygote.start(boot, self._inheritance, wanted.env, cores)
+            with worker_prints.output_streams(boot.name, self._readers) as streams:
+                process = zygote.start(boot, self._inheritance, wanted.env, cores, streams)
         finally:
             counters.close()
         watch = ProgressWatch(wanted.settings.step_timeout_s)
@@ -234,6 +239,9 @@ class LocalProcesses:
             log.warning("the guard of %s hangs, or the zygote: killing both", running.boot.name)
             running.process.kill()
         self._still_running(_REAP_TIMEOUT_S)
+        deadline = time.monotonic() + _PRINTS_TIMEOUT_S
+        for reader in self._readers:
+            reader.join(max(0.0, deadline - time.monotonic()))
         zygote.end_if_unwanted(self)
 
     def _still_running(self, timeout_s: float) -> list[_Running]:

@@ -220,18 +220,19 @@ class Zygote:
 
         Args:
             start: see above.
-            fds: descriptors of its counters and, if it has it already, of its connection.
+            fds: descriptors of stdout, of stderr, of its counters and, if it has it already, of its
+                connection.
             as_new_python: whether it is not to be a mere fork.
 
         Raises:
             OSError: the zygote is gone, or no file for the request can be made.
         """
-        with memory_segment.small_file() as file, open_files.output_streams() as streams:
+        with memory_segment.small_file() as file:
             pickle.dump(start, file)
             file.flush()
             with self._lock:
                 number = next(self._numbers)
-                self._send(number, int(as_new_python), [file.fileno(), *streams, *fds])
+                self._send(number, int(as_new_python), [file.fileno(), *fds])
                 worker = self._workers[number] = WorkerProcess(number, self)
         return worker
 
@@ -349,7 +350,11 @@ def warm_up(inheritance: Inheritance, user: object = None) -> None:
 
 
 def start(
-    boot: WorkerBoot, inheritance: Inheritance, added: Mapping[str, str], cores: Iterable[int]
+    boot: WorkerBoot,
+    inheritance: Inheritance,
+    added: Mapping[str, str],
+    cores: Iterable[int],
+    streams: Sequence[int],
 ) -> WorkerProcess:
     """Request a worker from this process's zygote.
 
@@ -358,6 +363,7 @@ def start(
         inheritance: what it gets of this process.
         added: environment variables of this worker alone.
         cores: to run on.
+        streams: descriptors for stdout and stderr.
 
     Raises:
         OSError: the system can't start it.
@@ -368,7 +374,7 @@ def start(
     start = (boot, {**inheritance.environ, **added}, inheritance.folder, cores)
     with _lock:  # else another collector may retire it, and it would end before it gets the request
         zygote = _current(inheritance)
-        fds = [boot.counters_fd, boot.control_fd][: 1 + (boot.control_fd >= 0)]
+        fds = [*streams, boot.counters_fd, boot.control_fd][: 3 + (boot.control_fd >= 0)]
         return zygote.start(start, fds, as_new_python=as_new_python)
 
 

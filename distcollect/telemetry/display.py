@@ -13,6 +13,7 @@ from collections import Counter
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from distcollect.common import worker_prints
 from distcollect.common.tables import counted, text_table
 from distcollect.results import EnvFault, EpisodeStats, Stats, WorkerState, WorkerStats
 from distcollect.telemetry.bottleneck import find_bottleneck
@@ -175,6 +176,8 @@ def _duration(seconds: float) -> str:
 class Display:
     """A display at the bottom of the terminal; what is printed meanwhile appears above it.
 
+    So do the lines that local workers print, see :mod:`distcollect.common.worker_prints`.
+
     It closes when a tqdm progress bar appears, which needs the same lines of the terminal.
     """
 
@@ -186,6 +189,7 @@ class Display:
         self._console = console
         self._live: Live | None = None
         self._gave_way = False
+        worker_prints.expected.append(self)
 
     def write(self, stats: Stats) -> None:
         """Show a snapshot; the last one stays on the terminal."""
@@ -198,15 +202,20 @@ class Display:
         if self._live is None and (stats.ended or not self._begin()):
             return
         assert self._live is not None
-        self._live.update(rendered(stats, self._live.console.height), refresh=True)
+        with worker_prints.lock:
+            self._live.update(rendered(stats, self._live.console.height), refresh=True)
 
     def close(self) -> None:
         """Leave the terminal as it was, with the last display above."""
         live, self._live = self._live, None
+        if self in worker_prints.expected:
+            worker_prints.expected.remove(self)
         if live is None:
             return
         try:
-            live.stop()
+            with worker_prints.lock:
+                worker_prints.print_line = None
+                live.stop()
         finally:
             # Even if the terminal is gone.
             _streams.clear()
@@ -215,6 +224,7 @@ class Display:
     def _begin(self) -> bool:
         from rich.console import Console  # noqa: PLC0415
         from rich.live import Live  # noqa: PLC0415
+        from rich.text import Text  # noqa: PLC0415
 
         if not _on_screen.acquire(blocking=False):
             return False
@@ -227,7 +237,11 @@ class Display:
             redirect_stdout=is_terminal(sys.stdout),
         )
         before = sys.stdout, sys.stderr
-        self._live.start()
+        with worker_prints.lock:
+            self._live.start(refresh=True)
+            worker_prints.print_line = lambda line: console.print(
+                Text.from_ansi(line), soft_wrap=True
+            )
         _streams[:] = before
         # A killed run must not leave the terminal without a cursor.
         console.show_cursor(True)

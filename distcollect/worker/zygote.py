@@ -17,6 +17,7 @@ at the end, the exit code, and words: why it is a new Python, or why it could no
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import multiprocessing
@@ -26,6 +27,7 @@ import random
 import selectors
 import signal
 import socket
+import stat
 import sys
 import traceback
 from collections.abc import Sequence
@@ -60,6 +62,7 @@ main(boot)
 """
 _LONGEST_REQUEST = 4096
 _LONGEST_WAKEUP = 4096
+_IOLBF = 1  # of C's stdio.h
 
 
 def serve(fd: int, imported: Sequence[str], mask: Sequence[int]) -> WorkerBoot:
@@ -238,8 +241,7 @@ def _become_worker(fds: list[int], mask: Sequence[int], is_new_python: bool) -> 
         )
         os.execve(sys.executable, [*sys.orig_argv[:-1], code], environ)  # noqa: S606
     os.close(start_fd)
-    stdout: Any = sys.stdout
-    stdout.reconfigure(line_buffering=os.isatty(1))
+    _buffer_lines()
     os.environ.clear()
     os.environ.update(environ)
     sys.path[:] = boot.sys_path
@@ -256,11 +258,22 @@ def begin_new_python(start_fd: int, fds: Sequence[int], mask: Sequence[int]) -> 
     boot, *_ = _read(start_fd)
     os.close(start_fd)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    _buffer_lines()
     return _with_fds(boot, *fds)
 
 
 def _with_fds(boot: WorkerBoot, counters_fd: int, control_fd: int = -1) -> WorkerBoot:
     return replace(boot, counters_fd=counters_fd, control_fd=control_fd)
+
+
+def _buffer_lines() -> None:
+    """Have each line of stdout leave at once, unless it goes to a file; C's as well as Python's."""
+    at_once = os.isatty(1) or stat.S_ISFIFO(os.fstat(1).st_mode)
+    stdout: Any = sys.stdout
+    stdout.reconfigure(line_buffering=at_once)
+    if at_once:
+        libc = ctypes.CDLL(None)
+        libc.setvbuf(ctypes.c_void_p.in_dll(libc, "stdout"), None, _IOLBF, 0)
 
 
 def _read(start_fd: int) -> tuple[WorkerBoot, dict[str, str], str, Sequence[int]]:
