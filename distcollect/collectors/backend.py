@@ -213,8 +213,23 @@ class Backend(ABC):
         """See :meth:`.DataCollectorBase.evaluate`."""
 
     @abstractmethod
-    def snapshot(self, known: Stats) -> Stats:
+    def _snapshot(self, known: Stats) -> Stats:
         """Return ``known`` with all other fields filled in."""
+
+    def stats(self, collector: str, *, ended: bool) -> Stats:
+        """Return statistics; ``collector``: the name of its class."""
+        return self._snapshot(
+            Stats(
+                collector=collector,
+                frames=self.frames,
+                resumed_frames=self.resumed_frames,
+                total_frames=self.total_frames,
+                policy_version=self.policy_version,
+                ended=ended,
+                num_batches=self.batches,
+                frames_per_batch=self.frames_per_batch,
+            )
+        )
 
     # One thread at a time.
 

@@ -31,6 +31,7 @@ from distcollect.pool.publisher import Weights, WorkerIds
 from distcollect.pool.remote_calls import EnvCall
 from distcollect.results import Evaluation, LagStats, Stats
 from distcollect.telemetry.bottleneck import Bottleneck, find_bottleneck
+from distcollect.telemetry.display import summary
 from distcollect.telemetry.figures import checked_scalars
 from distcollect.telemetry.monitor import MonitorThread
 from distcollect.telemetry.recorder import StatsRecorder
@@ -176,6 +177,12 @@ class DataCollectorBase(ABC):
                 "len(): this collector is endless: give it total_frames, or count the batches"
             )
         return self.total_frames // self.frames_per_batch
+
+    def __repr__(self) -> str:
+        """The class, the state, workers, envs, frames and policy_version."""
+        if "_backend" not in vars(self) or not self._owner.is_here:  # being made, or another's
+            return super().__repr__()
+        return summary(self.stats(), self._backend.layout.num_envs)
 
     def __bool__(self) -> bool:
         """True: a collector without a length is not empty."""
@@ -652,17 +659,7 @@ class DataCollectorBase(ABC):
                 f"stats(workers={workers!r}): workers must be one of 'aggregate', 'per_worker' and "
                 "'both'"
             )
-        known = Stats(
-            collector=type(self).__name__,
-            frames=self.frames,
-            resumed_frames=self._backend.resumed_frames,
-            total_frames=self.total_frames,
-            policy_version=self.policy_version,
-            ended=self._is_shut_down,
-            num_batches=self._backend.batches,
-            frames_per_batch=self.frames_per_batch,
-        )
-        snapshot = self._backend.snapshot(known)
+        snapshot = self._backend.stats(type(self).__name__, ended=self._is_shut_down)
         if workers == "per_worker":
             snapshot.clear()
         if workers != "aggregate":

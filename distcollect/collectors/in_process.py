@@ -109,7 +109,7 @@ class InProcess(Backend):
         given = module_of(self._options.policy) if self._options.factories else None
         return self._plan.policy if given is None else self._options.policy
 
-    def snapshot(self, known: Stats) -> Stats:
+    def _snapshot(self, known: Stats) -> Stats:
         counts = self.engine.counter
         frames = Frames(counts.stepped, lost=dict(counts.lost), env_faults=counts.env_faults)
         return self._stats_recorder.snapshot(

@@ -204,7 +204,7 @@ class Session(Backend):
     def policy(self) -> Any:
         return self._options.policy
 
-    def snapshot(self, known: Stats) -> Stats:
+    def _snapshot(self, known: Stats) -> Stats:
         states = {worker_id: state.value for worker_id, state in self.workers.states.items()}
         if known.ended:
             states = dict.fromkeys(states, WorkerState.LEFT.value)

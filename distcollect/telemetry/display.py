@@ -48,6 +48,17 @@ def log_line(stats: Stats) -> str:
     return ", ".join(parts)
 
 
+def summary(stats: Stats, num_envs: int) -> str:
+    """A collector in a few words; ``num_envs``: of each of its workers."""
+    state = "closed" if stats.ended else "running"
+    envs = counted(num_envs, "env")
+    if not stats.in_process:
+        num_ready = sum(w.state == WorkerState.READY.value for w in stats.workers.values())
+        envs = f"{num_ready} of {counted(len(stats.workers), 'worker')} ready, {envs} each"
+    version = f"policy_version {stats.policy_version}"
+    return f"{stats.collector}({state}, {envs}, {_frames(stats)}, {version})"
+
+
 def rendered(stats: Stats, height: int) -> RenderableType:
     """Render a snapshot for a terminal of ``height`` lines."""
     from rich.console import Group  # noqa: PLC0415 - slow to import, and most runs have no terminal
@@ -107,11 +118,7 @@ def fault_line(fault: EnvFault) -> str:
 
 
 def _progress(stats: Stats) -> list[str]:
-    total = stats.total_frames
-    frames = f"{stats.frames:,} frames"
-    if total != -1:
-        frames = f"{stats.frames:,} of {total:,} frames ({stats.frames / total:.0%})"
-    parts = [frames]
+    parts = [_frames(stats)]
     if stats.ended:
         parts.append(f"ended after {_duration(stats.elapsed_s)}")
     elif stats.remaining_s is not None:
@@ -121,6 +128,13 @@ def _progress(stats: Stats) -> list[str]:
         f"{stats.frames_per_s:,.0f} frames/s now",
         f"{stats.mean_frames_per_s:,.0f} on average",
     ]
+
+
+def _frames(stats: Stats) -> str:
+    total = stats.total_frames
+    if total == -1:
+        return f"{stats.frames:,} frames"
+    return f"{stats.frames:,} of {total:,} frames ({stats.frames / total:.0%})"
 
 
 def _episodes(stats: Stats) -> list[str]:

@@ -46,9 +46,16 @@ def test_stats_of_a_collector(kind: bool | None, tmp_path: Path) -> None:
     with collector:
         assert collector.stats().elapsed_s == 0
         assert "nothing" in str(collector.bottleneck()).lower()
+        envs = "2 envs" if kind is None else "2 of 2 workers ready, 2 envs each"
+        begun = (
+            f"{type(collector).__name__}(running, {envs}, 0 of 240 frames (0%), policy_version 0)"
+        )
+        assert str(collector) == begun
         for _ in collector:
             collector.update_policy_weights_(policy)
     stats = collector.stats()
+    assert "(closed, " in str(collector)
+    assert ", 240 of 240 frames (100%), policy_version 10)" in str(collector)
     assert stats.collector == type(collector).__name__
     assert stats.frames == stats.delivered == 240
     assert stats.ended
