@@ -264,7 +264,7 @@ class Stats(_Figures, dict[str, Any]):
         sync: whether a batch is collected when it is requested.
         in_process: whether the collector steps its envs itself.
         has_weights: whether there are weights that can be published to workers.
-        num_cores: number of cores of this host, if all workers are on it; otherwise 0.
+        num_cores: number of cores that workers may keep busy on their hosts; 0 if unknown.
         ended: whether it was shut down.
         workers: statistics of each worker, by worker_id.
         num_batches: number of batches collected.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -21,7 +21,6 @@ from distcollect.collectors.worker_options import WorkerOptions
 from distcollect.common import signals
 from distcollect.common.seeding import Stream, env_seed, next_seed
 from distcollect.errors import BatchTimeout, CollectorStateError, WorkerError, WorkerLost
-from distcollect.launch.cpu_placement import num_cores
 from distcollect.policy.weight_layout import published
 from distcollect.pool.background_evaluation import Evaluators
 from distcollect.pool.handover import HandoverReceiver, RolloutReference
@@ -204,6 +203,14 @@ class Session(Backend):
     def policy(self) -> Any:
         return self._options.policy
 
+    @property
+    def _num_cores(self) -> int:
+        """How many cores the workers' hosts have for them; 0 if that is unknown."""
+        cores: defaultdict[str, set[int]] = defaultdict(set)
+        for info in self.workers.worker_infos.values():
+            cores[info.host].update(info.cores)
+        return sum(map(len, cores.values()))
+
     def _snapshot(self, known: Stats) -> Stats:
         states = {worker_id: state.value for worker_id, state in self.workers.states.items()}
         if known.ended:
@@ -213,7 +220,7 @@ class Session(Backend):
                 known,
                 sync=self._options.sync,
                 has_weights=self._has_weights,
-                num_cores=num_cores() if self.workers.are_near else 0,
+                num_cores=self._num_cores,
             ),
             states=states,
             ready=self.pool.num_ready,

@@ -46,11 +46,14 @@ class Host:
         )
 
     @property
+    def usable(self) -> tuple[int, ...]:
+        """As many of its cores as it may keep busy, at least one."""
+        return self.cores if self.quota is None else self.cores[: max(1, int(self.quota))]
+
+    @property
     def num_cores(self) -> int:
         """Return how many cores it may keep busy, at least 1."""
-        if self.quota is None:
-            return len(self.cores)
-        return max(1, min(len(self.cores), int(self.quota)))
+        return len(self.usable)
 
 
 @dataclass(frozen=True)

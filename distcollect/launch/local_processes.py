@@ -32,7 +32,7 @@ from distcollect.common.forks import Owner
 from distcollect.common.process_exit import ProcessExit
 from distcollect.common.step_counter import LIMIT_MS, STACK_SIGNAL, TASK, SharedStepCounter, Task
 from distcollect.launch import zygote
-from distcollect.launch.cpu_placement import CpuPlacement
+from distcollect.launch.cpu_placement import CpuPlacement, Host
 from distcollect.launch.zygote import Inheritance
 from distcollect.net.messages import Spawn, TrainerAddress, WorkerBoot
 
@@ -199,6 +199,7 @@ class LocalProcesses:
             num_threads=placement.num_threads,
             counters_fd=counters.fd,
             control_fd=-1 if control is None else control.fileno(),
+            host_cores=Host.inspect().usable,
             sys_path=self._inheritance.sys_path,
             authkey=multiprocessing.current_process().authkey.hex(),
         )

@@ -276,6 +276,7 @@ class WorkerBoot:
         num_threads: for torch to use.
         counters_fd: descriptor of its :class:`~distcollect.common.step_counter.SharedStepCounter`.
         control_fd: descriptor of its connection with the trainer; -1: it has to connect.
+        host_cores: those that the workers of the process that starts it may keep busy.
         sys_path: of the process that starts it.
         authkey: of the same, in hexadecimal, as :mod:`multiprocessing` gives it to the processes
             that it starts; "": it gets one of its own.
@@ -288,6 +289,7 @@ class WorkerBoot:
     num_threads: int = 1
     counters_fd: int = -1
     control_fd: int = -1
+    host_cores: tuple[int, ...] = ()
     sys_path: tuple[str, ...] = ()
     authkey: str = field(default="", repr=False)
 

@@ -90,7 +90,6 @@ class Lifecycle(HostEvents):
     Attributes:
         processes: those that are not accounted for yet.
         gpus: worker_id to the name of the GPU that has its policy, "" for the CPU.
-        are_near: whether all workers so far are on this host, and share memory with the trainer.
     """
 
     def __init__(
@@ -143,7 +142,6 @@ class Lifecycle(HostEvents):
         self._answered: deque[ProcessKey] = deque()  # processes that answered a ping
         self.processes: dict[ProcessKey, Process] = {}
         self.gpus: dict[int, str] = {}
-        self.are_near = True
         for worker_id in range(num_first):
             self._membership.open(worker_id, time.monotonic())
         status.states = self._membership.states
@@ -278,7 +276,6 @@ class Lifecycle(HostEvents):
         if self._status.is_stopping or not self._membership.joined(*process.key):
             return
         self._transport.connect(process.peer, message.address, process.connection)
-        self.are_near &= self._transport.shares_memory(process.peer)
         plan = self._plan_for(process.worker_id)
         self._plan_sender.send(process.peer, plan, partial(self._probed, process))
 

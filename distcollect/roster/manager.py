@@ -138,11 +138,6 @@ class Workers:
         return self._status.num_present
 
     @property
-    def are_near(self) -> bool:
-        """Return True if all workers so far are on this host, and share memory with the trainer."""
-        return self._lifecycle.are_near
-
-    @property
     def is_elastic(self) -> bool:
         """Return True if workers come and go at any time, so that the trainer waits for enough."""
         return self._hosts.is_elastic

@@ -16,7 +16,6 @@ _WORTHWHILE = 0.1
 _MANY = 10  # times the present number of workers
 # A stepping thread that uses less of a CPU waits for something else, and leaves room for others.
 _BUSY_CPU = 0.7
-_FULL = 0.8  # share of the cores in use
 # A worker that is busier than the mean by this factor holds the others up.
 _STRAGGLER = 1.5
 # The beginning of a run is mostly warm-up.
@@ -32,7 +31,8 @@ class Bottleneck:
             "env" or "policy", "network" (writing frames to memory, moving rollouts, making
             batches, round trips) or "weights"; "unknown" before the first batch.
         shares: shares of the trainer's time by these names; they add up to 1.
-        more_workers: how many more workers would still help; infinity: many.
+        more_workers: how many more workers would still help on the cores of their hosts, as far as
+            these are known; infinity: many.
         sentence: all of this in words, and what would help most.
     """
 
@@ -54,7 +54,7 @@ def find_bottleneck(stats: Stats) -> Bottleneck:
     shares = _shares(stats)
     bound = _bound(shares)
     waits = shares["env"] + shares["policy"]
-    more = _more_workers(stats, waits)
+    wanted = _more_workers(stats, waits)
     parts = ", ".join(
         f"{name} {share:.0%}"
         for name, share in sorted(shares.items(), key=lambda item: -item[1])
@@ -63,10 +63,10 @@ def find_bottleneck(stats: Stats) -> Bottleneck:
     by, advice = _in_words(bound, stats)
     sentence = f"Bound by {by} (of the time: {parts}). {advice} "
     rest = waits if bound not in ("env", "policy") else None
-    sentence += _on_workers(more, stats, rest) + _on_lag(stats)
+    sentence += _on_workers(wanted, stats, rest) + _on_lag(stats)
     if stats.elapsed_s < _BRIEF_S:
         sentence += f" That is from {stats.elapsed_s:.2g} s only."
-    return Bottleneck(bound, shares, more, sentence)
+    return Bottleneck(bound, shares, min(wanted, _room(stats)), sentence)
 
 
 def _bound(shares: Mapping[str, float]) -> Bound:
@@ -219,25 +219,35 @@ def _on_lag(stats: Stats) -> str:
     )
 
 
-def _on_workers(more: float, stats: Stats, rest: float | None) -> str:
+def _room(stats: Stats) -> float:
+    """How many more workers the cores of the workers' hosts can keep up with; infinity: any."""
+    if not stats.num_cores or stats.times.cpu < _BUSY_CPU:
+        return math.inf
+    each = stats.times.cpu * (1 - stats.times.wait)  # cores that a worker keeps busy
+    num_workers = 0 if stats.in_process else len(_collecting(stats))
+    return max(0, round(stats.num_cores / each) - num_workers) if each else math.inf
+
+
+def _on_workers(wanted: float, stats: Stats, rest: float | None) -> str:
     """What more workers would do.
 
     Args:
-        more: how many more would help.
+        wanted: how many more would help if each had a core.
         stats: the statistics.
         rest: the share of time that they would shorten, if something else takes longer.
     """
-    if not more:
+    more = min(wanted, _room(stats))
+    if not wanted:
         return "More workers would not help."
+    if not more:
+        return (
+            f"More workers would help on other hosts only: these {stats.num_cores} cores are busy."
+        )
     count = "many" if more == math.inf else f"about {more:.0f}"
-    num_running = 0 if stats.in_process else len(_collecting(stats))
-    taken = stats.times.cpu * num_running >= _FULL * stats.num_cores
-    where = ""
-    if stats.num_cores and stats.times.cpu >= _BUSY_CPU and (taken or more > stats.num_cores):
-        where = f", as far as there are cores for them (this host has {stats.num_cores})"
+    workers = "worker" if count == "about 1" else "workers"
+    where = "" if more == wanted else f": {stats.num_cores} cores have no room for others"
     if stats.in_process:
         return f"A collector with workers could use {count} of them{where}."
-    workers = "worker" if count == "about 1" else "workers"
     if rest is not None:
         return (
             f"The trainer waits for envs and policy for only {rest:.0%} of the time; {count} more "

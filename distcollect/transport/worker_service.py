@@ -26,11 +26,15 @@ class WorkerInfo:
         layout: leaves of the frames that it will deliver.
         weights: layout of the policy's weights.
         gpu: identifies the GPU that holds the weights; "" if the CPU holds them.
+        host: name of its host.
+        cores: those that workers may keep busy there; empty if unknown.
     """
 
     layout: Layout
     weights: WeightLayout
     gpu: str = ""
+    host: str = ""
+    cores: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

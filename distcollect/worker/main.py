@@ -63,6 +63,7 @@ def main(boot: WorkerBoot) -> None:
         address=connection.local_address,
         counts=counter,
         first_traj_id=boot.settings.first_traj_id,
+        host_cores=boot.host_cores,
     )
     address = connection.local_address
     endpoint = start_server(welcome.transport, worker, address, connection).endpoint

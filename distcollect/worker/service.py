@@ -11,6 +11,7 @@ import gc
 import mmap
 import pickle
 import queue
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -95,6 +96,7 @@ class Worker(WorkerService):
         address: str,
         counts: StepCounter | None = None,
         first_traj_id: int = 0,
+        host_cores: tuple[int, ...] = (),
     ) -> None:
         """Wait to be configured.
 
@@ -105,6 +107,7 @@ class Worker(WorkerService):
             address: this host's, on the interface by which the trainer reaches it.
             counts: what frames are counted in; None: a counter that no other process sees.
             first_traj_id: the trajectory ids of this life of the run begin here.
+            host_cores: those that workers may keep busy on this host; empty if unknown.
         """
         self.worker_id = worker_id
         self._incarnation = incarnation
@@ -112,6 +115,7 @@ class Worker(WorkerService):
         self._address = address
         self.counter = counts or StepCounter()
         self._first_traj_id = first_traj_id
+        self._host_cores = host_cores
         self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._plan: list[bytes | mmap.mmap] = []  # its parts
         self._shared_parts: list[torch.Tensor] = []  # memory that other processes map
@@ -241,7 +245,10 @@ class Worker(WorkerService):
         # All objects made so far live as long as the process: the garbage collector can skip them.
         gc.collect()
         gc.freeze()
-        return WorkerInfo(engine.layout, weights.layout, gpu_of(weights.device))
+        gpu = gpu_of(weights.device)
+        return WorkerInfo(
+            engine.layout, weights.layout, gpu, socket.gethostname(), self._host_cores
+        )
 
     @_on_main_thread
     def collect(self, request: CollectRequest) -> tuple[Header, Tensors]:

@@ -58,7 +58,6 @@ class LoopbackWorkers:
         self.gpus = {worker_id: probe.gpu for worker_id, probe in self.worker_infos.items()}
         self.states = dict.fromkeys(self.worker_infos, WorkerState.READY)
         self.num_present = num_workers
-        self.are_near = False
         self.ends = WorkerEnds()
         self.is_elastic = False
 

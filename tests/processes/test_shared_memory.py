@@ -8,7 +8,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from helpers.loopback_pool import workers_of
+from helpers.loopback_pool import backend_of
 
 import distcollect as dc
 from distcollect.common.shared_memory import allocate, map_segment
@@ -58,7 +58,8 @@ def test_large_rollouts_of_workers_on_this_host(sync):
     with dc.RPCDataCollector(
         Counting, None, frames_per_batch=40, envs_per_worker=2, num_workers=2, sync=sync
     ) as collector:
-        assert workers_of(collector).are_near
+        peers = [slot.peer for slot in backend_of(collector).pool._core.slots]
+        assert all(map(backend_of(collector).workers.transport.shares_memory, peers))
         kept = [collector.next() for _ in range(6)]
     for batch in kept:
         before, after = batch["observation"], batch["next", "observation"]

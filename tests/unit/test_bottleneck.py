@@ -120,16 +120,28 @@ def test_workers_that_are_gone_take_no_cores_and_hold_nobody_up() -> None:
     stats = run(TrainerTimes(train=0.3, collect=0.7), slow, num=1, num_cores=8, sync=True)
     gone = {w: WorkerStats(state="left", frames=50, times=slow) for w in range(1, 10)}
     stats = replace(stats, workers={**stats.workers, **gone})
-    assert "this host" not in str(find_bottleneck(replace(stats, sync=False)))
+    assert "cores" not in str(find_bottleneck(replace(stats, sync=False)))
     here = {w: WorkerStats(frames=50, times=fast) for w in range(2)}
     assert "holds" not in str(find_bottleneck(replace(stats, workers={**gone, **here})))
 
 
-def test_cores_limit_what_computes() -> None:
+@pytest.mark.parametrize(
+    ("num_cores", "more", "says"),
+    [
+        (0, 7, "About 7 more workers would still help."),
+        (2, 0, "More workers would help on other hosts only: these 2 cores are busy."),
+        (6, 4, "About 4 more workers would still help: 6 cores have no room for others."),
+        (64, 7, "About 7 more workers would still help."),
+    ],
+)
+def test_cores_limit_what_computes(num_cores: int, more: int, says: str) -> None:
     computing = replace(BUSY, cpu=0.95)
-    stats = run(TrainerTimes(train=0.2, collect=0.8), computing, num_cores=2)
-    assert "(this host has 2)" in find_bottleneck(stats).sentence
-    assert "this host" not in find_bottleneck(replace(stats, num_cores=0)).sentence
+    stats = run(TrainerTimes(train=0.2, collect=0.8), computing, num_cores=num_cores)
+    found = find_bottleneck(stats)
+    assert found.more_workers == more
+    assert says in str(found)
+    waiting = find_bottleneck(replace(stats, times=BUSY))
+    assert waiting.more_workers == 7  # their envs wait for something else than a core
 
 
 def test_a_sync_worker_that_holds_the_others_up_is_named() -> None:
