@@ -150,9 +150,9 @@ def test_the_report_has_a_curve_of_each() -> None:
     line = {"time": 1e9, "bottleneck": "", **STATS.as_dict()}
     lines = [{**line, "elapsed_s": float(at), "time": 1e9 + at} for at in range(4)]
     html = page(history_of(lines, per_point=2), "run")
-    assert "<h2>success: Mean of the last hundred episodes</h2>" in html
+    assert "<h2>success: Mean metric of the last hundred episodes</h2>" in html
     assert "<title>success: 0.25 after" in html
-    assert "<h2>success: Mean of the newest evaluation</h2>" in html
+    assert "<h2>success: Mean metric of the newest evaluation</h2>" in html
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gc
 import math
+import re
 import threading
 from typing import Any
 
 import numpy as np
 import pytest
 from helpers.envs import CountdownEnv
+from helpers.paths import ROOT
 from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 
 import distcollect as dc
 from distcollect.results import (
@@ -217,16 +220,33 @@ def test_a_dropped_collector_ends_what_is_told() -> None:
     assert told[-1].frames == 10
 
 
-def test_exposition_describes_each_metric_and_has_each_sample_once() -> None:
-    workers = {0: WorkerStats(times=WorkerTimes(wait=0.5)), 1: WorkerStats()}
+def test_prometheus_reads_each_metric_and_the_page_names_it() -> None:
+    workers = {0: WorkerStats(times=WorkerTimes(wait=0.5), metrics={"success": 1.0})}
+    stats = Stats(workers={**workers, 1: WorkerStats()}, logged={"loss": 0.25})
     registry = CollectorRegistry()
-    registry.register(StatsCollector(lambda: Stats(workers=workers)))
-    lines = generate_latest(registry).decode().splitlines()
-    assert "distcollect_frames_total 0.0" in lines
-    assert 'distcollect_worker_share{activity="wait",worker="0"} 0.5' in lines
-    assert 'distcollect_trainer_share{activity="train"} 0.0' in lines
-    described = [line.split(maxsplit=3) for line in lines if line.startswith("# HELP ")]
-    assert all(len(words) == 4 for words in described)
-    samples = [line.rsplit(maxsplit=1) for line in lines if not line.startswith("#")]
-    assert len({name for name, _ in samples}) == len(samples)
-    assert all(math.isfinite(float(value)) for _, value in samples)
+    registry.register(StatsCollector(lambda: stats))
+    families = list(text_string_to_metric_families(generate_latest(registry).decode()))
+    samples = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in families
+        for sample in family.samples
+    }
+    assert samples["distcollect_frames_total",] == 0
+    assert samples["distcollect_worker_share", "wait", "0"] == 0.5
+    assert samples["distcollect_trainer_share", "train"] == 0
+    assert samples["distcollect_logged", "loss"] == 0.25
+    # A server keeps one of two that are equal.
+    assert len(samples) == sum(len(family.samples) for family in families)
+    assert len({family.name for family in families}) == len(families)
+    assert all(family.documentation and family.type in ("counter", "gauge") for family in families)
+    assert all(map(math.isfinite, samples.values()))
+    text = (ROOT / "distcollect/docs/monitoring.md").read_text()
+    of_run, of_workers = re.findall(r"^distcollect_.*\n((?:    .*\n)+)", text, re.MULTILINE)
+    of = {"distcollect_worker_": of_workers, "distcollect_": of_run}
+    named = [
+        f"{start}{name}"
+        for start, names in of.items()
+        for name in re.findall(r"\w+(?=[,{\n])", names)
+    ]
+    shown = [f"{each.name}_total" if each.type == "counter" else each.name for each in families]
+    assert sorted(named) == sorted(shown)
