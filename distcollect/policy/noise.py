@@ -70,9 +70,19 @@ class NoiseProcess(ABC):
         self.progress(0, 0)
 
     def progress(self, policy_version: int, frames: int) -> None:
-        """Take the strength that the schedule has at this version and number of frames."""
+        """Take the strength that the schedule has at this version and number of frames.
+
+        Raises:
+            PolicyError: the schedule raised, or returned no number.
+        """
         schedule = self._schedule
-        self.level = schedule(policy_version, frames) if callable(schedule) else schedule
+        try:
+            self.level = float(schedule(policy_version, frames) if callable(schedule) else schedule)
+        except Exception as error:
+            raise PolicyError(
+                f"the schedule of the exploration noise raised {type(error).__name__}: {error} at "
+                f"policy_version={policy_version}, frames={frames}; it must return a number"
+            ) from error
 
     def begin(self, rows: Sequence[int]) -> None:  # noqa: B027 - most have no memory
         """Episodes begin in ``rows``."""
@@ -170,7 +180,7 @@ class _EpsilonGreedy(NoiseProcess):
         self._num_envs, self._draw = num_envs, draw
 
     def change(self, actions: Actions, rows: Sequence[int] | None) -> Actions:
-        explores = np.flatnonzero(torch.rand(self._num_envs).numpy() < self.level)
+        explores = np.flatnonzero(torch.rand(self._num_envs, device="cpu").numpy() < self.level)
         if rows is not None:
             explores = np.intersect1d(explores, rows)
         if not explores.size:
@@ -206,7 +216,8 @@ class _Additive(NoiseProcess):
 
     def change(self, actions: Actions, rows: Sequence[int] | None) -> Actions:
         (action,) = actions
-        changed = action + self.noise(torch.randn(action.shape).numpy(), rows).astype(action.dtype)
+        normal = torch.randn(action.shape, device="cpu").numpy()
+        changed = action + self.noise(normal, rows).astype(action.dtype)
         return [np.clip(changed, self._space.low, self._space.high)]
 
     def noise(self, normal: np.ndarray, rows: Sequence[int] | None) -> np.ndarray:

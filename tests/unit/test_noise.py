@@ -149,6 +149,11 @@ def test_wrappers_of_wrappers() -> None:
         (lambda: dc.LinearSchedule(1, 0, frames=0), dc.ArgumentError, "frames=0, versions=None"),
         (lambda: dc.GaussianNoise(still, 0.1)(TensorDict()), dc.PolicyError, "outermost wrapper"),
         (
+            lambda: collector_of(dc.GaussianNoise(still, lambda version, frames: None)),
+            dc.PolicyError,
+            "schedule .*raised TypeError.*policy_version=0, frames=0; .*a number",
+        ),
+        (
             lambda: collector_of(dc.GaussianNoise(pick, 0.1), "CartPole-v1"),
             dc.PolicyError,
             r"GaussianNoise needs .* not Discrete\(2\): use EpsilonGreedy",
