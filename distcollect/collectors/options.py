@@ -29,8 +29,8 @@ from distcollect.config import Faults, Monitor, Normalize
 from distcollect.engine.plan import WorkerPlan
 from distcollect.envs.kinds import is_env
 from distcollect.policy.base import Exploration
-from distcollect.policy.normalize import STATISTICS, Normalizer
-from distcollect.policy.weight_layout import module_of, uncompiled
+from distcollect.policy.normalize import Normalizer
+from distcollect.policy.weight_layout import STATISTICS, module_of, uncompiled
 
 EnvMaker: TypeAlias = "str | Callable[..., gym.Env[Any, Any] | gym.vector.VectorEnv[Any, Any, Any]]"
 Env: TypeAlias = "gym.Env[Any, Any] | gym.vector.VectorEnv[Any, Any, Any]"

@@ -11,7 +11,8 @@ from torch import nn
 
 from distcollect.errors import PolicyError
 from distcollect.policy.base import Exploration
-from distcollect.policy.normalize import STATISTICS, Normalizer
+from distcollect.policy.normalize import Normalizer
+from distcollect.policy.weight_layout import STATISTICS
 from distcollect.rollout.spaces import Key
 
 

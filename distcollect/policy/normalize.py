@@ -20,13 +20,11 @@ from torch import nn
 
 from distcollect.config import Normalize
 from distcollect.errors import ArgumentError
-from distcollect.policy.weight_layout import module_of, named_tensors, state_tensors
+from distcollect.policy.weight_layout import STATISTICS, module_of, named_tensors, state_tensors
 from distcollect.rollout.header import Header
 from distcollect.rollout.layout import POLICY_VERSION, TRAJ_IDS, Layout
 from distcollect.rollout.spaces import Key, Leaf, as_key
 
-# The name of the statistics among what is published; no module of the user's has such a name.
-STATISTICS = "(normalize)"
 _REWARD: Key = ("next", "reward")
 
 _Frames = TypeVar("_Frames")
@@ -93,7 +91,7 @@ class Normalizer(nn.Module):
 
     def filling(self, key: Key, target: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
         """Return a function that normalises ``source`` into ``target``, in little time."""
-        mean, deviation = self._buffer(key).view(torch.float64)  # which is written in place
+        mean, deviation = self._buffer(key)  # which is written in place
         clip = self.settings.clip
         exact = torch.empty_like(target, dtype=torch.float64)
         dtype = _dtype_of(source)  # rounded to it first, as in the batch
@@ -214,9 +212,9 @@ class Statistics:
         """Divide rewards by the deviation of the discounted returns so far."""
         if not self._settings.rewards:
             return rewards
-        scale = self._returns.frozen(self._settings.epsilon).view(torch.float64)
+        scale = self._returns.frozen(self._settings.epsilon)
         scale[0] = 0.0
-        return _normalized(rewards, scale.view(torch.int64), self._settings.clip)
+        return _normalized(rewards, scale, self._settings.clip)
 
     def _discounted(self, frames: TensorDict, worker_ids: Sequence[int]) -> np.ndarray:
         """Return the discounted sum of rewards up to each frame of its trajectory.
@@ -330,13 +328,12 @@ class _Moments:
         """Mean and deviation, the square root of variance plus ``epsilon``; 0 and 1 at the start.
 
         Returns:
-            The bits of float64 numbers, as int64 ``[2, *shape]``: ``WeightSync(wire_dtype=...)``
-            would round floats on their way to the workers, and not on the trainer.
+            float64 ``[2, *shape]``.
         """
         if not self._count:
-            return torch.stack([self._mean, torch.ones_like(self._mean)]).view(torch.int64)
+            return torch.stack([self._mean, torch.ones_like(self._mean)])
         deviation = (self._squares / self._count + epsilon).sqrt()
-        return torch.stack([self._mean, deviation]).view(torch.int64)
+        return torch.stack([self._mean, deviation])
 
     def state(self) -> list[Any]:
         """Return count, mean and sum of squares as plain numbers."""
@@ -350,7 +347,7 @@ class _Moments:
 
 def _normalized(value: torch.Tensor, frozen: torch.Tensor, clip: float) -> torch.Tensor:
     """Normalise ``[..., *shape]`` by what :meth:`_Moments.frozen` returned."""
-    mean, deviation = frozen.to(value.device).view(torch.float64)
+    mean, deviation = frozen.to(value.device).unbind()
     result = value.to(torch.float64).sub(mean).div_(deviation).clamp_(-clip, clip)
     return result.to(_dtype_of(value))
 

@@ -22,6 +22,9 @@ from distcollect.rollout.spaces import dtype_name
 
 # Every entry starts at a multiple of this, so that a view of any dtype is aligned.
 _ALIGNMENT = 16
+# The name of the statistics that normalise observations, among the modules that are published; no
+# module of the user's has such a name. They are never rounded: the trainer normalises by them too.
+STATISTICS = "(normalize)"
 
 
 @dataclass(frozen=True)
@@ -41,9 +44,10 @@ class WeightEncoding:
         """Return True if the payload is the flat buffer itself."""
         return self.dtype is None and self.entries is None
 
-    def narrowed(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype that entries of ``dtype`` have on the way."""
-        narrow = self.dtype
+    def narrowed(self, entry: Entry) -> torch.dtype:
+        """Return the dtype that an entry has on the way."""
+        dtype = entry.dtype
+        narrow = None if entry.names[0].startswith(STATISTICS) else self.dtype
         if narrow is None or not dtype.is_floating_point or dtype.itemsize <= narrow.itemsize:
             return dtype
         return narrow
@@ -138,7 +142,7 @@ class WeightLayout:
             if encoding.entries is None
             else [self.entries[index] for index in encoding.entries]
         )
-        return self._packed((e.names, e.shape, encoding.narrowed(e.dtype)) for e in chosen)
+        return self._packed((e.names, e.shape, encoding.narrowed(e)) for e in chosen)
 
     def transfer(self, source: torch.Tensor, target: torch.Tensor, into: WeightLayout) -> None:
         """Copy the entries that both layouts have.
@@ -268,7 +272,7 @@ def check_range(weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None
         WeightsError: names the key.
     """
     for name, tensor in weights.items():
-        if not tensor.is_floating_point():
+        if not tensor.is_floating_point() or name.startswith(STATISTICS):
             continue
         too_large = tensor.detach()[tensor.isfinite() & tensor.to(dtype).isinf()]
         if too_large.numel():
