@@ -1,69 +1,96 @@
-"""The hot loop, for envs whose rows all make one transition in each step."""
+"""The loop for envs whose rows all make one transition in each step."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import numpy as np
+from gymnasium.spaces import Box
 
-from distcollect.common.clock import clock_ns
-from distcollect.common.step_counter import STEPPED
-from distcollect.engine.rollout_loop import RolloutLoop
-from distcollect.envs.base import MANY_ROWS, Faulted, Step
+from distcollect.engine.base import EngineBase
+from distcollect.engine.trajectories import Trajectories
+from distcollect.envs.base import EnvBatch, Faulted, Step
+from distcollect.errors import ArgumentError
 from distcollect.policy.base import Policy
 from distcollect.rollout.slab import Slab
-from distcollect.rollout.spaces import Arrays
+from distcollect.rollout.spaces import Arrays, Key
 
 
-class AlignedLoop(RolloutLoop):
-    """Fills rollouts of envs whose rows can be reset at any time, so all rows stay aligned."""
+class AlignedLoop:
+    """Steps the n envs of an engine with a policy, and writes the frames of a rollout.
+
+    Attributes:
+        engine: the engine; its layout is known.
+        envs: its envs. Their rows can be reset at any time, so that all rows stay aligned.
+        policy: the policy, which is told where an episode begins.
+        trajectories: the trajectory of each env.
+        current: ``{key: [n, *shape]}`` of the state leaves as they are before the next frame.
+            The arrays belong to the envs and the policy, which rewrite them in place.
+        final: the same after the last frame of an episode; valid for rows that just ended.
+    """
+
+    def __init__(self, engine: EngineBase, policy: Policy, trajectories: Trajectories) -> None:
+        self.engine = engine
+        self.envs: EnvBatch = engine.envs
+        self.policy = policy
+        self.trajectories = trajectories
+        policy.begin(range(self.envs.num_ready))  # it was tried out
+        of_state = policy.state.arrays if policy.state is not None else {}
+        self.current: Arrays = {**self.envs.obs, **of_state}
+        self.final: Arrays = {**self.envs.final, **of_state}
+        self._bounds = action_bounds(self.envs) if engine.options.clip_actions else {}
 
     def fill(self, slab: Slab, policy: Policy, *, fresh: bool) -> None:
+        """Write the next rollout to ``slab``; if it is preempted, the rest is padding.
+
+        Args:
+            slab: a cleared slab of this layout.
+            policy: chooses the actions.
+            fresh: leave out frames from before this call.
+        """
         num_made = self._make_steps(slab, policy, slab.num_steps)
+        slab.traj_ids[:] = self.trajectories.following(slab.ended)
         if num_made < slab.num_steps:
             slab.pad(np.full(self.envs.num_envs, num_made), self.current)
             return
         for key, array in slab.tail.items():
             array[:] = self.current[key]
 
-    def _make_steps(  # noqa: C901, PLR0912, PLR0915 - calls would cost more than what they do
-        self, slab: Slab, policy: Policy, num_steps: int
-    ) -> int:
-        """Write steps to the beginning of a slab.
+    @property
+    def num_waiting(self) -> int:
+        """Number of frames that wait for the next rollout."""
+        return 0
 
-        Returns:
-            How many; fewer than ``num_steps`` if the rollout ends here, or an env raised and
-            :meth:`_recover` says so.
+    def drop_waiting(self) -> int:
+        """Drop the frames that wait for the next rollout, and return their number.
+
+        All envs are reset before the next one.
         """
-        envs, weights, interrupts = self.envs, self.weights, self.interrupts
-        current, lengths = self.current, self.trajectories.lengths
-        longest, swaps = self.options.max_frames_per_traj, self.options.swap_within_rollouts
+        return 0
+
+    def begin_all(self) -> None:
+        """Begin an episode, and thus a trajectory, in every row."""
+        self.trajectories.begin(range(self.envs.num_envs))
+        self._forget(range(self.envs.num_ready))
+
+    def _make_steps(self, slab: Slab, policy: Policy, num_steps: int) -> int:
+        """Write steps to the beginning of a slab; returns how many."""
+        envs, current, layout = self.envs, self.current, self.engine.layout
         # Time first: array[step] is found in half the time of array[:, step].
         starts = [(array.swapaxes(0, 1), current[key]) for key, array in slab.root.items()]
-        actions = [(leaf.key, slab.action[leaf.key].swapaxes(0, 1)) for leaf in self.layout.action]
+        actions = [(leaf.key, slab.action[leaf.key].swapaxes(0, 1)) for leaf in layout.action]
         extras = [array.swapaxes(0, 1) for array in slab.extras.values()]
         outcomes = [
             (slab.outcomes[key].swapaxes(0, 1), array) for key, array in envs.outcomes.items()
         ]
-        rewards = slab.reward.swapaxes(0, 1)
-        slab.policy_version.fill(weights.version)
-        slab.traj_ids[:] = self.trajectories.ids[:, None]
-        cells, stepped, num_envs = self.counter.cells, self.counter.stepped, envs.num_envs
-        clips, recovery = self.options.clip_actions, self.recovery
-        step_timer, due, begin, middle = self.step_timer, self.step_timer.due, 0, 0
+        rewards, num_rows = slab.reward.swapaxes(0, 1), envs.num_ready
+        recovery = self.engine.recovery
         action: Arrays = {}
-        cut = None
-        for step in range(num_steps):
-            if interrupts.pending or (weights.pending and swaps):
-                if self.between_steps():
-                    return step
-                slab.policy_version[:, step:] = weights.version
-            timed = step >= due
+
+        def choose(step: int) -> Arrays:
             # Before the policy is called, as it may change its input in place.
             for column, array in starts:
                 column[step] = array
-            if timed:
-                begin = clock_ns()
             chosen, written = policy()
             for (key, column), value in zip(actions, chosen, strict=True):
                 column[step] = value
@@ -71,111 +98,93 @@ class AlignedLoop(RolloutLoop):
             # Not strict: a random policy writes no extras.
             for column, value in zip(extras, written, strict=False):
                 column[step] = value
-            if clips:
-                self.clip(action)
-            if longest is not None:
-                lengths += 1
-                cut = lengths >= longest
-            if timed:
-                middle = clock_ns()
-            try:
-                result = envs.step(action, cut)
-            except Faulted as faulted:
-                if not self._recover(slab, step, policy, faulted):
-                    return step
-                stepped = cells[STEPPED]
-                continue
-            if timed:
-                step_timer.timed(begin, middle, clock_ns(), step_timer.stride)
-                due = step_timer.due = step + step_timer.stride
+            return self._clipped(action) if self._bounds else action
+
+        def record(step: int, result: Step) -> int:
             reward, _, _, ended, real = result
-            stepped += num_envs if real is None else int(np.count_nonzero(real))
-            cells[STEPPED] = stepped
             rewards[step] = reward
             for column, array in outcomes:
                 column[step] = array
-            if ended or real is not None:
-                if recovery.streaks:
-                    recovery.episodes_ended(ended)
-                self._end_trajectories(slab, step, result)
-        return num_steps
+            if real is None and not ended:
+                return num_rows
+            if recovery.streaks:
+                recovery.episodes_ended(envs.rows[ended].tolist())
+            self._end_episodes(slab, step, result)
+            return num_rows if real is None else int(np.count_nonzero(real))
 
-    def _end_trajectories(self, slab: Slab, step: int, result: Step) -> None:
-        rows, trajectories = result.ended, self.trajectories
-        if len(rows) < MANY_ROWS:
-            for row in rows:
-                slab.terminated[row, step] = result.terminated[row]
-                slab.truncated[row, step] = result.truncated[row]
-                slab.add_final(row, step, self.final)
-                slab.traj_ids[row, step + 1 :] = trajectories.new_id(row)
-                trajectories.lengths[row] = 0
-        else:
-            at = np.array(rows)
-            slab.terminated[at, step] = result.terminated[at]
-            slab.truncated[at, step] = result.truncated[at]
-            slab.add_finals(at, step, {key: array[at] for key, array in self.final.items()})
-            slab.traj_ids[at, step + 1 :] = trajectories.new_ids(at)[:, None]
-            trajectories.lengths[at] = 0
-        # A filler step does not belong to the episode that follows it.
-        fillers = [] if result.real is None else np.flatnonzero(~result.real).tolist()
-        trajectories.reset_policy([*rows, *fillers])
+        return self.engine.make_steps(
+            slab,
+            num_steps,
+            choose=choose,
+            step_envs=envs.step,
+            record=record,
+            recover=lambda step, faulted: self._recover(slab, step, policy, faulted),
+        )
+
+    def _end_episodes(self, slab: Slab, step: int, result: Step) -> None:
+        """Record which rows ended in a step, and after which observations."""
+        slab.terminated[:, step] = result.terminated
+        slab.truncated[:, step] = result.truncated
+        rows = np.array(result.ended, np.int64)
+        slab.add_finals(rows, step, {key: array[rows] for key, array in self.final.items()})
+        self._forget(result.ended)
         self.envs.finish_resets()
 
-    def _recover(self, slab: Slab, step: int, policy: Policy, faulted: Faulted) -> bool:
+    def _forget(self, rows: Sequence[int]) -> None:
+        """Episodes begin in ``rows``: the policy must not remember the ones before."""
+        self.policy.begin(rows)
+
+    def _recover(self, slab: Slab, step: int, policy: Policy, faulted: Faulted) -> int | None:
         """Replace the envs that raised, until every row has made its transition of this step.
 
         Returns:
-            True if every row has made it; False: no row has, and the caller of :meth:`_make_steps`
-            replaces the envs.
+            The next step.
         """
-        result, longest = faulted.result, self.options.max_frames_per_traj
+        counter, recovery, result = self.engine.counter, self.engine.recovery, faulted.result
         rows: Sequence[int] = range(self.envs.num_envs)
         while True:
-            self.counter.add(len(rows) - len(faulted.not_stepped))
+            counter.add(len(rows) - len(faulted.not_stepped))
             slab.faulted[faulted.cut_short, step] = True
             ended = {*rows}.intersection(result.ended)
-            self.recovery.episodes_ended(ended.difference(faulted.cut_short))
+            recovery.episodes_ended(ended.difference(faulted.cut_short))
             for fault in faulted.faults:
-                self.recovery.rebuild(fault)
+                recovery.rebuild(fault)
             rows = faulted.not_stepped
             if not rows:
                 break
             self._begin_trajectories(slab, step, rows)
             action = self._choose_actions_again(slab, step, policy, rows)
-            cut = None if longest is None else self.trajectories.lengths >= longest
             try:
-                self.envs.step(action, cut, rows)
+                self.envs.step(action, rows)
             except Faulted as another:
                 faulted = another
             else:
-                self.counter.add(len(rows))
-                self.recovery.episodes_ended({*rows}.intersection(result.ended))
+                counter.add(len(rows))
+                recovery.episodes_ended({*rows}.intersection(result.ended))
                 break
         slab.reward[:, step] = result.reward
         for key, column in slab.outcomes.items():
             column[:, step] = self.envs.outcomes[key]
-        self._end_trajectories(slab, step, result)
-        return True
+        self._end_episodes(slab, step, result)
+        return step + 1
 
     def _begin_trajectories(self, slab: Slab, step: int, rows: Sequence[int]) -> None:
         """End the trajectories of ``rows`` before this step, and begin new ones with it."""
-        starts = {key: column[:, step] for key, column in slab.root.items()}
-        trajectories = self.trajectories
-        for row in rows:
-            # Otherwise the trajectory ended by itself, or all its frames were delivered before.
-            if step and slab.traj_ids[row, step - 1] == trajectories.ids[row]:
-                slab.truncated[row, step - 1] = True
-                slab.faulted[row, step - 1] = True
-                slab.add_final(row, step - 1, starts)
-            slab.traj_ids[row, step:] = trajectories.new_id(row)
-            trajectories.lengths[row] = 1
-        trajectories.reset_policy(rows)
+        if step:
+            cut = np.array([row for row in rows if not slab.ended[row, step - 1]], np.int64)
+            slab.truncated[cut, step - 1] = True
+            slab.faulted[cut, step - 1] = True
+            starts = {key: column[cut, step] for key, column in slab.root.items()}
+            slab.add_finals(cut, step - 1, starts)
+        else:
+            self.trajectories.begin(rows)  # all their frames were delivered before
+        self._forget(rows)
 
     def _choose_actions_again(
         self, slab: Slab, step: int, policy: Policy, rows: Sequence[int]
     ) -> Arrays:
         """Write the start of the frame of ``rows`` again; the actions of all rows."""
-        obs = self.envs.obs
+        obs, layout = self.envs.obs, self.engine.layout
         for key, column in slab.root.items():
             column[rows, step] = self.current[key][rows]
         before = {key: array.copy() for key, array in obs.items()}
@@ -183,10 +192,27 @@ class AlignedLoop(RolloutLoop):
         # The policy may have changed its input in place; other rows' is still to be recorded.
         for key, array in obs.items():
             array[:] = before[key]
-        for leaf, value in zip(self.layout.action, chosen, strict=True):
+        for leaf, value in zip(layout.action, chosen, strict=True):
             slab.action[leaf.key][rows, step] = value[rows]
-        for leaf, value in zip(self.layout.extras, written, strict=False):
+        for leaf, value in zip(layout.extras, written, strict=False):
             slab.extras[leaf.key][rows, step] = value[rows]
-        action = {leaf.key: slab.action[leaf.key][:, step] for leaf in self.layout.action}
-        self.clip(action)
+        return self._clipped({key: column[:, step] for key, column in slab.action.items()})
+
+    def _clipped(self, action: Arrays) -> Arrays:
+        """Clip ``action`` to the bounds of its space, if the options ask for that."""
+        for key, (low, high) in self._bounds.items():
+            action[key] = np.clip(action[key], low, high)
         return action
+
+
+def action_bounds(envs: EnvBatch) -> dict[Key, tuple[np.ndarray, np.ndarray]]:
+    """The bounds of a Box action space, by the key of its only leaf.
+
+    Raises:
+        ArgumentError: the action space is not a Box.
+    """
+    if len(envs.action_leaves) == 1 and isinstance(envs.action_space, Box):
+        return {envs.action_leaves[0].key: (envs.action_space.low, envs.action_space.high)}
+    raise ArgumentError(
+        f"clip_actions needs a Box action space, not {envs.action_space}: leave it out"
+    )

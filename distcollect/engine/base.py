@@ -5,15 +5,15 @@ from __future__ import annotations
 import pickle
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from distcollect.common.clock import clock_ns
-from distcollect.common.step_counter import NUM_TASKS, TASK, StepCounter, Task
+from distcollect.common.step_counter import NUM_TASKS, STEPPED, TASK, StepCounter, Task
 from distcollect.engine.env_recovery import EnvRecovery
 from distcollect.engine.interrupts import Interrupts, Stopped
 from distcollect.engine.plan import WorkerPlan
@@ -25,6 +25,9 @@ from distcollect.policy.weight_layout import published
 from distcollect.rollout.layout import Layout
 from distcollect.rollout.slabs import AnySlab
 from distcollect.telemetry.step_timer import StepTimer
+
+V = TypeVar("V")
+W = TypeVar("W")
 
 # Why the frames of a rollout are lost, by what ended it: the first that it is.
 _CAUSES: dict[type[BaseException], str] = {
@@ -73,7 +76,6 @@ class EngineBase(ABC):
         self.interrupts = Interrupts()
         self.frames_before = 0
         self._reset_due = False
-        self._begun_at = 0  # frames that had been stepped when the rollout began
         self._num_kept = 0  # frames in the rollouts that are complete
 
     @abstractmethod
@@ -139,7 +141,6 @@ class EngineBase(ABC):
         # If not, an exception broke off the last rollout in the middle of what is done after it.
         self.settle("interrupted")
         self.interrupts.rollout_begins(number)
-        self._begun_at = self.counter.stepped
         self.frames_before = frames
         cells[NUM_TASKS] += 1
         cells[TASK] = Task.COLLECT
@@ -171,14 +172,12 @@ class EngineBase(ABC):
         """
         if num_kept is not None:
             self._num_kept = num_kept
-        counter = self.counter
-        missing = counter.stepped - self._num_kept - sum(counter.lost.values())
-        if not is_broken and missing == self.num_waiting:
+        if not is_broken and self._num_uncounted == self.num_waiting:
             return
         # What follows must be new trajectories.
         self._reset_due = True
         self._abandon()
-        counter.lose(cause, counter.stepped - self._num_kept - sum(counter.lost.values()))
+        self.counter.lose(cause, self._num_uncounted)
 
     def call_envs(
         self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], limit_s: float
@@ -221,11 +220,70 @@ class EngineBase(ABC):
         Raises:
             Stopped: another thread stopped the collection.
         """
-        if self.interrupts.handle() and self.counter.stepped > self._begun_at:
+        if self.interrupts.handle() and self._num_uncounted > 0:
             return True
         if self.options.swap_within_rollouts:
             self.swap_weights()
         return False
+
+    @property
+    def _num_uncounted(self) -> int:
+        """Number of frames that were stepped, are in no complete rollout, and not lost."""
+        return self.counter.stepped - self._num_kept - sum(self.counter.lost.values())
+
+    def make_steps(
+        self,
+        slab: AnySlab,
+        num_steps: int,
+        *,
+        choose: Callable[[int], V],
+        step_envs: Callable[[V], W],
+        record: Callable[[int, W], int],
+        recover: Callable[[int, Any], int | None],
+    ) -> int:
+        """Make the steps of a rollout, or of a part of one.
+
+        Args:
+            slab: where ``policy_version`` is written.
+            num_steps: how many.
+            choose: writes the start of a step with this index, and returns its actions.
+            step_envs: steps the envs with these actions.
+            record: writes what that returned; returns how many frames it was.
+            recover: replaces the envs that raised an EnvError in a step; returns which step is the
+                next one, None: this part ends here.
+
+        Returns:
+            How many steps were made: fewer than ``num_steps`` if the rollout, or this part, ends.
+        """
+        interrupts, weights, cells = self.interrupts, self.weights, self.counter.cells
+        timer, swaps = self.step_timer, self.options.swap_within_rollouts
+        slab.policy_version.fill(weights.version)
+        step, due, begin, middle = 0, timer.due, 0, 0
+        while step < num_steps:
+            if interrupts.pending or (weights.pending and swaps):
+                if self.between_steps():
+                    break
+                slab.policy_version[:, step:] = weights.version
+            timed = step >= due
+            if timed:
+                begin = clock_ns()
+            action = choose(step)
+            if timed:
+                middle = clock_ns()
+            try:
+                result = step_envs(action)
+            except EnvError as error:
+                following = recover(step, error)
+                if following is None:
+                    break
+                step = following
+                continue
+            if timed:
+                timer.timed(begin, middle, clock_ns(), timer.stride)
+                due = timer.due = step + timer.stride
+            cells[STEPPED] += record(step, result)
+            step += 1
+        return step
 
     @abstractmethod
     def _collect(self, slab: Any, *, random: bool, fresh: bool) -> None:

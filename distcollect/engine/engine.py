@@ -1,9 +1,9 @@
 """Steps envs with a policy and writes every frame in place, by way of arrays.
 
 :class:`Engine` takes requests, resets the envs and swaps weights between rollouts. The steps
-themselves are made by one of three loops: :mod:`.aligned_loop` where every row makes one transition
-in each step, :mod:`.ragged_loop` for vector envs with filler steps, one of an
-integration for those that give the results of some rows at a time.
+themselves are made by one of two loops: :mod:`.aligned_loop` where every row makes one transition
+in each step, :mod:`.ragged_loop` for vector envs with filler steps, and for those that give the
+results of some rows at a time.
 """
 
 from __future__ import annotations
@@ -12,16 +12,15 @@ from collections.abc import Iterator, Sequence
 
 from distcollect.common.clock import clock_ns
 from distcollect.common.step_counter import StepCounter
-from distcollect.engine.aligned_loop import AlignedLoop
+from distcollect.engine.aligned_loop import AlignedLoop, action_bounds
 from distcollect.engine.base import EngineBase, seed_global_generators
 from distcollect.engine.finite import FiniteCheck
 from distcollect.engine.plan import WorkerPlan
 from distcollect.engine.ragged_loop import RaggedLoop
-from distcollect.engine.rollout_loop import RolloutLoop, Trajectories, action_bounds
+from distcollect.engine.trajectories import Trajectories
 from distcollect.envs.bad_actions import check_actions
 from distcollect.envs.base import EnvBatch, Faulted
 from distcollect.errors import ArgumentError, PolicyError
-from distcollect.integrations import load
 from distcollect.policy.base import Policy
 from distcollect.policy.noise import OrnsteinUhlenbeckNoise, wrappers_of
 from distcollect.policy.normalize import Normalizer
@@ -78,6 +77,7 @@ class Engine(EngineBase):
                 normalizer=normalizer,
             )
         _check_options(plan, envs)
+        envs.limit_frames(plan.max_frames_per_traj)
         super().__init__(envs, plan, counter)
         state = self._policy.state
         self._random_policy = RandomPolicy(envs.action_space, envs.num_ready, state)
@@ -93,12 +93,9 @@ class Engine(EngineBase):
         for key, array in envs.obs.items():
             array[:] = first[key]
         self.layout = _layout(envs, self._policy, normalizer)
-        # The policy has a row for each of the n envs, unless only some get an action.
-        of_rows = self._policy if envs.num_ready == envs.num_envs else None
-        self._trajectories = Trajectories(envs.num_envs, traj_ids, of_rows)
-        loop = AlignedLoop if envs.supports_partial_reset else RaggedLoop
-        loop = loop if envs.loop is None else load(envs.loop)
-        self._loop: RolloutLoop = loop(self, state, self._trajectories)
+        self._trajectories = Trajectories(envs.num_envs, traj_ids)
+        loop = AlignedLoop if envs.is_aligned else RaggedLoop
+        self._loop = loop(self, self._policy, self._trajectories)
 
     def seed(self, env_seeds: Sequence[int], policy_seeds: Sequence[int]) -> None:
         self._seeds = list(env_seeds)
@@ -151,7 +148,7 @@ class Engine(EngineBase):
         self._seeds = None
         self._reset_due = False
         self.counter.lose("row_skew", self._loop.drop_waiting())
-        self._trajectories.begin_all()
+        self._loop.begin_all()
 
 
 def _layout(envs: EnvBatch, policy: Policy, normalizer: Normalizer | None) -> Layout:

@@ -4,9 +4,26 @@ from __future__ import annotations
 
 import numpy as np
 
-from distcollect.rollout.layout import FAULTED, TRAJ_IDS, Layout
+from distcollect.engine.trajectories import Trajectories
+from distcollect.rollout.layout import FAULTED, POLICY_VERSION, TRAJ_IDS, Layout
 from distcollect.rollout.slab import Slab
 from distcollect.rollout.spaces import Arrays
+
+
+class StepLog:
+    """Which rows the m slots of up to T steps stood for, and what their rows did.
+
+    Attributes:
+        rows: int64 ``[T + 1, m]``, the row that each slot showed before a step.
+        acting: bool ``[T + 1, m]``: that row took the action of the step, so a frame began.
+        real: bool ``[T, m]``: what the step returned in a slot ended a frame, of the row that the
+            slot shows before the next step.
+    """
+
+    def __init__(self, num_steps: int, num_slots: int) -> None:
+        self.rows = np.zeros((num_steps + 1, num_slots), np.int64)
+        self.acting = np.zeros((num_steps + 1, num_slots), bool)
+        self.real = np.zeros((num_steps, num_slots), bool)
 
 
 class RaggedBuffer:
@@ -17,122 +34,136 @@ class RaggedBuffer:
         frames: ``{key: [n, 2T + 1, *shape]}`` of all leaves. In each row the next frame follows the
             finished ones: at least its state leaves are there.
         position: int64 ``[n]``, how many finished frames each row has.
+        pending: bool ``[n]``: the row has taken the action of the next frame.
     """
 
     def __init__(self, layout: Layout, num_steps: int) -> None:
         """Allocate it for frames of this layout; ``num_steps`` is T."""
         self.num_steps = num_steps
         self.position = np.zeros(layout.num_envs, np.int64)
+        self.pending = np.zeros(layout.num_envs, bool)
         self.frames: Arrays = {
             leaf.key: leaf.zeros(layout.num_envs, 2 * num_steps + 1) for leaf in layout.per_frame
         }
-        self._rows = np.arange(layout.num_envs)
         self._state = [leaf.key for leaf in layout.state]
+        self._at_start = [*(leaf.key for leaf in layout.root), POLICY_VERSION]
+        self._at_end = [key for key in self.frames if key not in self._at_start]
         # The state leaves after frames that end a trajectory, or whose successor was dropped: the
         # frames' rows and columns.
         self._finals: list[tuple[np.ndarray, np.ndarray, Arrays]] = []
 
-    def starts(self, rows: np.ndarray) -> Arrays:
-        """Return the state leaves of the next frames of ``rows``."""
-        columns = self.position[rows]
-        return {key: self.frames[key][rows, columns] for key in self._state}
+    def missing(self) -> np.ndarray:
+        """Return how many frames each row lacks to have T, int64 ``[n]``."""
+        missing: np.ndarray = np.maximum(self.num_steps - self.position, 0)
+        return missing
 
     def last_ids(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the rows that have frames, and the trajectory of the last frame of each."""
         rows = np.flatnonzero(self.position)
         return rows, self.frames[TRAJ_IDS][rows, self.position[rows] - 1]
 
-    def add_finals(self, rows: np.ndarray, columns: np.ndarray, final: Arrays) -> None:
-        """Keep the state leaves ``[m, *shape]`` after m frames that end a trajectory."""
-        self._finals.append((rows, columns, final))
-
     def drop(self) -> int:
         """Drop the finished frames, and return how many there were."""
-        return self._drop(np.flatnonzero(self.position), 0)
-
-    def drop_surplus(self, row: int) -> int:
-        """Drop the finished frames of a row beyond T, and return how many there were."""
-        following = row, self.num_steps
-        self._cut_off(*following, {key: self.frames[key][following] for key in self._state})
-        return self._drop(np.array([row]), self.num_steps)
-
-    def _cut_off(self, row: int, column: int, after: Arrays) -> None:
-        """Keep the state leaves ``[*shape]`` of a dropped frame, as those after the one before."""
-        last = column - 1
-        if not any(((rows == row) & (at == last)).any() for rows, at, _ in self._finals):
-            kept = {key: array[None].copy() for key, array in after.items()}
-            self.add_finals(np.array([row]), np.array([last]), kept)
-
-    def _drop(self, rows: np.ndarray, column: int) -> int:
-        """Drop the finished frames of ``rows`` from ``column`` on."""
-        columns = self.position[rows]
+        rows, num_dropped = np.arange(len(self.position)), int(self.position.sum())
         for frames in self.frames.values():
-            frames[rows, column] = frames[rows, columns]
-        for index, (of_rows, at, final) in enumerate(self._finals):
-            kept = ~(np.isin(of_rows, rows) & (at >= column))
-            self._finals[index] = of_rows[kept], at[kept], {k: x[kept] for k, x in final.items()}
-        self.position[rows] = column
-        return int((columns - column).sum())
+            frames[:, 0] = frames[rows, self.position]
+        self._finals.clear()
+        self.position.fill(0)
+        return num_dropped
 
-    def take(self, chunk: Slab, real: np.ndarray, after: Arrays) -> tuple[np.ndarray, int]:
-        """Append the first steps of a chunk.
+    def take(self, chunk: Slab, log: StepLog, num_steps: int, trajectories: Trajectories) -> int:
+        """Append the frames that end in the first steps of a chunk.
+
+        What has no room is dropped. No trajectory goes on after the gap that this leaves.
 
         Args:
-            chunk: the steps, fillers among them.
-            real: bool ``[n, number of steps]``, False where a step is a filler.
-            after: ``[n, *shape]`` of the state leaves after the last step.
+            chunk: the steps ``[m, T + 1]``; it also has the state leaves after the last step.
+            log: what they were.
+            num_steps: number of steps.
+            trajectories: gives the frames their ids.
 
         Returns:
-            The rows that had no room for all of their frames, and the number of frames without
-            room.
+            How many frames were dropped.
         """
-        room = 2 * self.num_steps
-        # [n, steps]: the column of each frame; fillers have that of the frame after them.
-        columns = self.position[:, None] + real.cumsum(1) - real
-        fits = real & (columns < room)
-        rows, steps = fits.nonzero()
-        at = columns[rows, steps]
-        for key, frames in self.frames.items():
-            frames[rows, at] = chunk.frames[key][rows, steps]
-        rows, steps, final = chunk.finals()
-        at = columns[rows, steps]
-        kept = at < room
-        self.add_finals(rows[kept], at[kept], {key: x[kept] for key, x in final.items()})
-        without_room = real & ~fits
-        overflow: np.ndarray = without_room.any(1).nonzero()[0]
-        for row in overflow.tolist():
-            first = int(without_room[row].argmax())
-            self._cut_off(row, room, {key: chunk.frames[key][row, first] for key in self._state})
-        self.position += fits.sum(1)
-        for key in self._state:
-            self.frames[key][self._rows, self.position] = after[key]
-        return overflow, int(without_room.sum())
+        room, num_rows = 2 * self.num_steps, len(self.position)
+        rows, steps, slots, numbers, num_ended = _entries(
+            log.real[:num_steps], log.rows[1:], num_rows
+        )
+        columns = self.position[rows] + numbers
+        fits = columns < room
 
-    def cut_short(self, rows: np.ndarray, traj_ids: np.ndarray) -> None:
-        """End trajectories early: mark the last frames of ``rows`` truncated and faulted.
+        begin_rows, begin_steps, begin_slots, begin_numbers, num_begun = _entries(
+            log.acting[: num_steps + 1], log.rows, num_rows
+        )
+        begin_columns = self.position[begin_rows] + self.pending[begin_rows] + begin_numbers
+        at_next = log.rows[num_steps, log.acting[num_steps]]  # their next frame has no action yet
+        num_begun[at_next] -= 1
 
-        Nothing happens in a row whose last frame here is of another trajectory than ``traj_ids``.
+        def write_begins(chosen: np.ndarray) -> None:
+            at = begin_rows[chosen], np.minimum(begin_columns[chosen], room)
+            for key in self._at_start:
+                # In order of time: of those that have no room the last one stays.
+                self.frames[key][at] = chunk.frames[key][begin_slots[chosen], begin_steps[chosen]]
+
+        write_begins(begin_columns <= room)
+
+        at = rows[fits], columns[fits]
+        for key in self._at_end:
+            self.frames[key][at] = chunk.frames[key][slots[fits], steps[fits]]
+        ended = np.zeros((num_rows, max(1, int(num_ended.max()))), bool)
+        ended[rows, numbers] = chunk.ended[slots, steps]
+        ids = trajectories.following(ended)
+        self.frames[TRAJ_IDS][at] = ids[rows, numbers][fits]
+
+        column_of = np.full(log.real.shape, room)
+        column_of[steps, slots] = columns
+        final_slots, final_steps, final = chunk.finals()
+        final_rows = log.rows[final_steps + 1, final_slots]
+        self._add_finals(final_rows, column_of[final_steps, final_slots], final)
+
+        num_dropped = np.bincount(rows[~fits], minlength=num_rows)
+        if (overflow := num_dropped.nonzero()[0]).size:
+            known = {int(row) for rows, at, _ in self._finals for row in rows[at == room - 1]}
+            cut = np.array([row for row in overflow.tolist() if row not in known], np.int64)
+            after = {key: self.frames[key][cut, room] for key in self._state}
+            self._add_finals(cut, np.full(len(cut), room - 1), after)
+            trajectories.cut_before(overflow, ids[overflow, num_ended[overflow] - 1])
+            write_begins(begin_columns > room)
+        self.position = np.minimum(self.position + num_ended, room)
+        self.pending = self.pending + num_begun > num_ended
+        return int(num_dropped.sum())
+
+    def _add_finals(self, rows: np.ndarray, columns: np.ndarray, final: Arrays) -> None:
+        """Keep the state leaves ``[m, *shape]`` after m frames, of those that have room."""
+        kept = columns < 2 * self.num_steps
+        self._finals.append((rows[kept], columns[kept], {k: x[kept] for k, x in final.items()}))
+
+    def cut_short(self, trajectories: Trajectories) -> None:
+        """All envs start over: mark the last frames truncated and faulted, if nothing ended there.
+
+        The frames that have begun are dropped.
         """
+        rows, last_ids = self.last_ids()
+        rows = rows[last_ids == trajectories.ids[rows]]
         last = self.position[rows] - 1
-        is_cut = (last >= 0) & (self.frames[TRAJ_IDS][rows, last] == traj_ids)
-        rows, last = rows[is_cut], last[is_cut]
         self.frames["truncated",][rows, last] = True
         self.frames[FAULTED][rows, last] = True
-        self.add_finals(rows, last, self.starts(rows))
+        after = {key: self.frames[key][rows, last + 1] for key in self._state}
+        self._add_finals(rows, last, after)
+        self.pending.fill(False)
 
     def emit(self, slab: Slab) -> None:
         """Move the first T frames of each row to ``slab``; where a row has fewer, add padding."""
-        steps, rows = self.num_steps, self._rows
+        steps = self.num_steps
         lengths = np.minimum(self.position, steps)
         for key, tail in slab.tail.items():
-            tail[:] = self.frames[key][rows, lengths]
+            tail[:] = self.frames[key][np.arange(len(lengths)), lengths]
         finals, self._finals = self._finals, []
-        for of_rows, columns, final in finals:
+        for rows, columns, final in finals:
             now = columns < steps
-            slab.add_finals(of_rows[now], columns[now], {key: x[now] for key, x in final.items()})
-            if not now.all():
-                of_later = {key: x[~now] for key, x in final.items()}
-                self.add_finals(of_rows[~now], columns[~now] - steps, of_later)
+            slab.add_finals(rows[now], columns[now], {key: x[now] for key, x in final.items()})
+            later = {key: x[~now] for key, x in final.items()}
+            self._add_finals(rows[~now], columns[~now] - steps, later)
         num_left = int((self.position - lengths).max()) + 1  # with the next frames
         is_short = self.position < steps
         for key, frames in self.frames.items():
@@ -143,3 +174,28 @@ class RaggedBuffer:
         self.position -= lengths
         if is_short.any():
             slab.pad(lengths, slab.tail)
+
+
+def _entries(mask: np.ndarray, rows_at: np.ndarray, num_rows: int) -> tuple[np.ndarray, ...]:
+    """Find where ``mask`` is True, one row after the other, and in each in order of time.
+
+    Args:
+        mask: bool ``[k, m]``.
+        rows_at: int64 ``[k or more, m]``, the row of each slot.
+        num_rows: number of rows.
+
+    Returns:
+        int64 ``[number of entries]``: the row, step and slot of each, and its number in its row.
+        Then int64 ``[num_rows]``: how many entries each row has.
+    """
+    if mask.shape[1] == num_rows:  # each slot stands for the same row all the time
+        slots, steps = mask.T.nonzero()
+        rows = slots
+    else:
+        steps, slots = mask.nonzero()
+        order = rows_at[steps, slots].argsort(kind="stable")
+        steps, slots = steps[order], slots[order]
+        rows = rows_at[steps, slots]
+    counts = np.bincount(rows, minlength=num_rows)
+    numbers = np.arange(len(rows)) - np.repeat(counts.cumsum() - counts, counts)
+    return rows, steps, slots, numbers, counts

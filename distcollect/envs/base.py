@@ -237,8 +237,11 @@ class EnvBatch(Envs):
 
     Attributes:
         num_envs: n.
-        num_ready: for how many envs at a time actions are chosen, which is the number of rows of
-            ``obs`` and ``final``: n, except in :mod:`.envpool_async`.
+        num_ready: m, for how many envs at a time actions are chosen: n, unless they give the
+            results of some rows at a time. Then what has a row for each env below has m "slots".
+        rows: int64 ``[m]``, the rows that the slots stand for since the last step.
+        acting: bool ``[m]``, False where the action of the next step has no effect.
+        num_outdated: transitions that rows were making when the last reset dropped them.
         observation_space: of a single env.
         action_space: of a single env.
         leaves: leaves that a frame has at its start and at its end: those of the observation,
@@ -252,11 +255,10 @@ class EnvBatch(Envs):
         final: ``[n, *shape]`` for each of ``leaves``: the true last observation of the rows whose
             episode ended in the last step; undefined for other rows.
         supports_partial_reset: single rows can be reset at any time.
-        loop: the entry point for the loop that steps them; None: one of the engine's own.
     """
 
     supports_partial_reset: bool = True
-    loop: ClassVar[str | None] = None
+    num_outdated: int = 0
 
     # The envs reset rows within their step, so that afterwards ``obs`` lacks the last observation.
     _resets_in_step: bool = False
@@ -297,10 +299,23 @@ class EnvBatch(Envs):
         self._allocate(num_envs)
         self._faults: list[Fault] = []  # of the running call
         self._num_steps = 0
+        self._max_frames = 0  # of an episode; 0: any number
+        self._ages = np.zeros(num_envs, np.int64)  # frames of the running episodes, if limited
+
+    @property
+    def is_aligned(self) -> bool:
+        """Return True if every row makes one transition in each step."""
+        return self.supports_partial_reset and self.num_ready == self.num_envs
+
+    def limit_frames(self, max_frames: int | None) -> None:
+        """Truncate each episode after this many frames, if ``supports_partial_reset``."""
+        self._max_frames = max_frames or 0
 
     def _allocate(self, num_rows: int) -> None:
         """Allocate the arrays of what a step returns, for so many rows."""
         self.num_ready = num_rows
+        self.rows = np.arange(num_rows)
+        self.acting = np.ones(num_rows, bool)
         self.obs: Arrays = {leaf.key: leaf.zeros(num_rows) for leaf in self.leaves}
         self.final: Arrays = {leaf.key: leaf.zeros(num_rows) for leaf in self.leaves}
         self._obs_and_final = [(self.obs[leaf.key], self.final[leaf.key]) for leaf in self.leaves]
@@ -317,6 +332,7 @@ class EnvBatch(Envs):
         Raises:
             Faulted: an env raised, or its observation does not fit its space.
         """
+        self._ages.fill(0)
         for index in range(len(self.members)):
             rows = self._rows_of(index)
             try:
@@ -327,6 +343,7 @@ class EnvBatch(Envs):
             raise self._faulted()
 
     def rebuild(self, rows: Sequence[int], seeds: Sequence[int] | None = None) -> None:
+        self._ages[list(rows)] = 0
         index = self._member_of(rows[0])
         if self._has_other_space(self._make_again(index)):
             raise EnvError(
@@ -335,15 +352,11 @@ class EnvBatch(Envs):
             )
         self._reset_member(index, seeds)
 
-    def step(
-        self, action: Arrays, cut: np.ndarray | None = None, rows: Sequence[int] | None = None
-    ) -> Step:
+    def step(self, action: Arrays, rows: Sequence[int] | None = None) -> Step:
         """Make one transition of each env.
 
         Args:
             action: ``[n, *shape]`` for each of ``action_leaves``; copied where an env may keep it.
-            cut: bool ``[n]``: rows whose episode is ended after this step in any case, if
-                ``supports_partial_reset``.
             rows: the rows that made no transition when the last step raised Faulted, and make it
                 now; the result keeps the other rows' values of that step. None: all rows.
 
@@ -359,14 +372,15 @@ class EnvBatch(Envs):
         if rows is not None:
             ended.sort()
             to_reset = [row for row in to_reset if row in rows]
-        if cut is not None:
-            cut = self._cut_where_stepped(cut) if self._faults else cut
+        if self._max_frames:
+            cut = self._too_old(slice(None) if rows is None else rows)
             np.logical_or(result.truncated, cut & ~result.terminated, out=result.truncated)
             cut_rows = [row for row in np.flatnonzero(cut).tolist() if row not in ended]
             if cut_rows:
                 to_reset = [*to_reset, *cut_rows]
                 ended.extend(cut_rows)
                 ended.sort()
+            self._ages[ended] = 0
         if to_reset:
             self._keep_final(to_reset)
             self._reset_rows(to_reset)
@@ -382,6 +396,21 @@ class EnvBatch(Envs):
         Call it after a step in which rows ended, before ``obs`` is read. If a reset failed, the
         next step raises Faulted.
         """
+
+    def hold(self, rows: np.ndarray) -> np.ndarray:
+        """Let those of ``rows``, bool ``[n]``, wait that need an action, while enough others act.
+
+        Only envs that give the results of some rows at a time need this, and the next two. Returns
+        bool ``[n]``, which rows wait now.
+        """
+        return np.zeros(self.num_envs, bool)
+
+    def resume(self) -> bool:
+        """Go on with the rows that wait; False: there are none."""
+        return False
+
+    def ignore(self, rows: np.ndarray) -> None:
+        """The steps that ``rows``, int64 ``[k]``, are in will be no frames."""
 
     @abstractmethod
     def _advance(self, action: Arrays, rows: Sequence[int] | None) -> Step:
@@ -412,12 +441,13 @@ class EnvBatch(Envs):
             else:
                 final[rows] = obs[rows]
 
-    def _cut_where_stepped(self, cut: np.ndarray) -> np.ndarray:
-        """Return ``cut`` without the rows that made no transition."""
-        cut = cut.copy()
-        for fault in self._faults:
-            cut[list(fault.rows)] = False
-        return cut
+    def _too_old(self, rows: slice | np.ndarray | Sequence[int]) -> np.ndarray:
+        """Count a frame of each of ``rows``; bool ``[n]``, True where the episode is to end."""
+        self._ages[rows] += 1
+        for fault in self._faults:  # they made no transition
+            self._ages[list(fault.rows)] = 0
+        too_old: np.ndarray = self._ages >= self._max_frames
+        return too_old
 
     def _faulted(self) -> Faulted:
         """Return the error to raise at the end of a call in which envs raised."""

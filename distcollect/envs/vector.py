@@ -69,7 +69,7 @@ class VectorBatch(EnvBatch):
         self._resets_in_step = mode is AutoresetMode.SAME_STEP
         self._has_fillers = mode is AutoresetMode.NEXT_STEP and not takes_mask
         self.supports_partial_reset = takes_mask
-        self._resetting = resetting  # rows whose next step is a filler
+        self.acting = ~resetting  # False where the next step is a filler
         # Key and dtype of the only leaf of an action, which is faster; None if an action is a tree.
         is_tree = isinstance(self.action_space, spaces.Dict | spaces.Tuple)
         self._only_action = None if is_tree else self._action_parts[0][:2]
@@ -94,7 +94,7 @@ class VectorBatch(EnvBatch):
         return env
 
     def rebuild(self, rows: Sequence[int], seeds: Sequence[int] | None = None) -> None:
-        self._resetting.fill(False)
+        self.acting.fill(True)
         super().rebuild(rows, seeds)
 
     def _reset_member(self, index: int, seeds: Sequence[int] | None) -> None:
@@ -104,7 +104,7 @@ class VectorBatch(EnvBatch):
             self._put(value, slice(None))
             self._put_infos(self.obs, infos, self._all_rows)
         if not self._forgets_resets:
-            self._resetting.fill(False)
+            self.acting.fill(True)
 
     def _advance(self, action: Arrays, rows: Sequence[int] | None) -> Step:
         try:
@@ -124,12 +124,12 @@ class VectorBatch(EnvBatch):
             part = self._part_at(value, leaf, path) if path else value
             self._write(self.obs[leaf.key], part, leaf)
         self._take_scalars(scalars)
-        if self._has_fillers and self._resetting.any():
+        if self._has_fillers and not self.acting.all():
             result = self._result_with_fillers
-            np.logical_not(self._resetting, out=self._real)
+            self._real[:] = self.acting
             for array in result[:3]:
-                array[self._resetting] = 0
-            self._resetting.fill(False)
+                array[~self.acting] = 0
+            self.acting.fill(True)
         over = result.terminated | result.truncated
         result.ended[:] = over.nonzero()[0].tolist()
         if self._resets_in_step and result.ended:
@@ -164,11 +164,11 @@ class VectorBatch(EnvBatch):
         return unflatten(self.action_space, parts)
 
     def _reset_rows(self, rows: list[int]) -> None:
+        if self._has_fillers:
+            self.acting[rows] = False
+            return
         mask = np.zeros(self.num_envs, bool)
         mask[rows] = True
-        if self._has_fillers:
-            self._resetting |= mask
-            return
         try:
             value, infos = self._env.reset(options=_ResetMask(reset_mask=mask))
             self._put(value, rows)

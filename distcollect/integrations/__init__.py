@@ -20,7 +20,6 @@ _ENTRY_POINTS = {
     "envs of pettingzoo": "distcollect.integrations.pettingzoo:KIND",
     "envs of torchrl": "distcollect.integrations.torchrl.envs:KIND",
     "ids of envpool": "distcollect.integrations.envpool.kind:EnvPoolMaker",
-    "loop of envpool": "distcollect.integrations.envpool.async_loop:AsyncLoop",
     "names of arguments": "distcollect.integrations.torchrl.arguments:translated",
     "names of weights": "distcollect.integrations.torchrl.weights:weights_among",
     "ray job": "distcollect.integrations.ray.job",

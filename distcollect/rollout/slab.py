@@ -152,18 +152,6 @@ class Slab(RolloutMemory):
         self.terminated.fill(False)
         self.truncated.fill(False)
 
-    def add_final(self, row: int, step: int, final: Arrays) -> None:
-        """Keep the true final observation of the episode that ended in ``row`` at ``step``.
-
-        Args:
-            row: the env's row.
-            step: the episode's last step in this rollout.
-            final: ``{key: [n, *shape]}`` of the state leaves after that step.
-        """
-        for key, kept in self._final.items():
-            kept.append(final[key][row : row + 1].copy())
-        self._final_at.append(row * self.num_steps + step)
-
     def add_finals(self, rows: np.ndarray, steps: int | np.ndarray, final: Arrays) -> None:
         """Keep the true final observations of m episodes.
 
@@ -201,7 +189,8 @@ class Slab(RolloutMemory):
             if length == self.num_steps:
                 continue
             if length and not ended[row, length - 1]:
-                self.add_final(row, length - 1, after)
+                final = {key: array[row : row + 1].copy() for key, array in after.items()}
+                self.add_finals(np.array([row]), length - 1, final)
             self._pad_row(row, length, self.policy_version[row, length - 1] if length else newest)
         self.num_frames = int(lengths.sum())
 

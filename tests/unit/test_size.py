@@ -14,7 +14,7 @@ from helpers.paths import ROOT
 
 PACKAGE = ROOT / "distcollect"
 LONGEST_MODULE = 450
-LIMITS = {PACKAGE: 26_245, PACKAGE / "commands": 1_983, ROOT / "tests": 32_820}
+LIMITS = {PACKAGE: 26_162, PACKAGE / "commands": 1_983, ROOT / "tests": 32_820}
 
 
 def code_lines(path: Path) -> int:

@@ -2,40 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from distcollect.envs.base import Faulted, InfoKeys
-from distcollect.envs.coercion import write
+from distcollect.envs.base import InfoKeys, Step
 from distcollect.envs.info import first_of_each
 from distcollect.errors import EnvError
 from distcollect.integrations.envpool.batch import EnvPoolBatch
 from distcollect.rollout.spaces import Arrays
-
-
-class Received(NamedTuple):
-    """The results of m of the n envs, m = ``num_ready``. Row ``rows[i]`` has ``obs[i]``.
-
-    Attributes:
-        rows: int64 ``[m]``, the rows that these results are of, each once.
-        reward: float32 ``[m]``.
-        terminated: bool ``[m]``.
-        truncated: bool ``[m]``.
-        is_frame: bool ``[m]``: the row made a transition.
-        is_first: bool ``[m]``: the row was reset, and ``obs`` is the first of an episode. A row
-            whose result is neither had an action when all envs were reset; it is being reset now.
-    """
-
-    rows: np.ndarray
-    reward: np.ndarray
-    terminated: np.ndarray
-    truncated: np.ndarray
-    is_frame: np.ndarray
-    is_first: np.ndarray
 
 
 class _Doing(enum.IntEnum):
@@ -44,6 +21,7 @@ class _Doing(enum.IntEnum):
     NOTHING = enum.auto()
     STEP = enum.auto()
     RESET = enum.auto()
+    IGNORED_STEP = enum.auto()  # no frame, but the episode goes on
     # All envs were reset meanwhile: the result is of no use, and the row is reset then.
     OUTDATED_STEP = enum.auto()
 
@@ -51,12 +29,9 @@ class _Doing(enum.IntEnum):
 class AsyncPoolBatch(EnvPoolBatch):
     """An env of EnvPool whose rows are stepped independently of each other.
 
-    :meth:`send` gives some rows an action, :meth:`reset_rows` resets some, and :meth:`receive`
-    waits until ``num_ready`` of these rows have a result. At least so many must be at work then.
-    There is no ``step``.
+    A step gives an action to the rows that are in the m slots, and then waits until any m rows have
+    a result, of a step or of a reset. From then on the slots stand for these rows.
     """
-
-    loop = "loop of envpool"
 
     def __init__(
         self,
@@ -71,11 +46,17 @@ class AsyncPoolBatch(EnvPoolBatch):
                 needed.
         """
         self._doing = np.full(env.num_envs, _Doing.NOTHING)
-        self._next: Any = None  # results that EnvPool returned, and nobody took
         super().__init__(env, info_keys, maker)
         self._allocate(int(self._pool.config["batch_size"]))
+        self.final = self.obs  # no reset overwrites the last observation of an episode
+        self._real = np.zeros(self.num_ready, bool)
+        self._result = self._result._replace(real=self._real)
         self._find_places(env)
         self._row_at = list(self._pool._state_keys).index("info:env_id")
+        # The rows that wait for others, with their observations; and those that go on after that.
+        self._waits = np.zeros(self.num_envs, bool)
+        self._kept: Arrays = {leaf.key: leaf.zeros(self.num_envs) for leaf in self.leaves}
+        self._resuming = np.zeros(0, np.int64)
 
     def _examples(self, env: Any, resetting: np.ndarray) -> Iterator[Mapping[str, Any]]:
         env.async_reset()
@@ -86,7 +67,6 @@ class AsyncPoolBatch(EnvPoolBatch):
 
     def rebuild(self, rows: Sequence[int], seeds: Sequence[int] | None = None) -> None:
         self._doing.fill(_Doing.NOTHING)
-        self._next = None
         super().rebuild(rows, seeds)
 
     def _reset_member(self, index: int, seeds: Sequence[int] | None) -> None:
@@ -97,75 +77,78 @@ class AsyncPoolBatch(EnvPoolBatch):
             )
         if seeds is not None:
             self._warn_of_seeds()
-        if self._next is not None:
-            self._take()
-        self._doing[self._doing == _Doing.STEP] = _Doing.OUTDATED_STEP
+        self._waits.fill(False)
+        self._resuming = self._resuming[:0]
+        self.num_outdated += int(np.count_nonzero(self._doing == _Doing.STEP))
+        self._doing[np.isin(self._doing, (_Doing.STEP, _Doing.IGNORED_STEP))] = _Doing.OUTDATED_STEP
         with self._naming_env("reset"):
-            self.reset_rows(np.flatnonzero(self._doing == _Doing.NOTHING))
-            # The first results, for the policy's first call; they stay the next ones.
-            self._next = self._pool._recv()
-            self._write_obs(self._next)
+            self._reset(np.flatnonzero(self._doing == _Doing.NOTHING))
+            self._receive()  # for the policy's first call
 
-    def send(self, rows: np.ndarray, action: Arrays) -> None:
-        """Give each of ``rows`` an action: ``[number of rows, *shape]`` for each leaf.
-
-        Raises:
-            Faulted: EnvPool raised.
-        """
-        with self._faults_of("step"):
-            self._pool._send(self._native_inputs(action, rows.astype(np.int32)))
-            self._doing[rows] = _Doing.STEP
-
-    def reset_rows(self, rows: np.ndarray) -> None:
-        """Reset ``rows``, with which EnvPool does nothing.
-
-        Raises:
-            Faulted: EnvPool raised.
-        """
+    def _step_pool(self, action: Arrays) -> Step:
+        rows = self.rows[self.acting]
         if len(rows):
-            with self._faults_of("reset"):
-                self._pool._reset(rows.astype(np.int32))
-                self._doing[rows] = _Doing.RESET
+            some = {key: array[self.acting] for key, array in action.items()}
+            self._pool._send(self._native_inputs(some, rows.astype(np.int32)))
+            self._doing[rows] = _Doing.STEP
+        if len(self._resuming):
+            self._show_resuming()
+        else:
+            self._receive()
+        return self._result
 
-    def receive(self) -> Received:
-        """Wait for ``num_ready`` results, and write their observations to ``obs``.
-
-        Raises:
-            Faulted: EnvPool raised.
-        """
-        with self._faults_of("step"):
-            self._num_steps += 1
-            if self._next is None:
-                self._next = self._pool._recv()
-            state = self._next
-            reward, terminated, truncated, _, _ = self._result
-            self._write_obs(state)
-            write(reward, state[self._reward_at])
-            truncated[:] = state[self._trunc_at]
-            np.greater(state[self._done_at], truncated, out=terminated)
-            rows, did = self._take()
-            self.reset_rows(rows[did == _Doing.OUTDATED_STEP])
-            is_frame, is_first = did == _Doing.STEP, did == _Doing.RESET
-            return Received(rows, reward, terminated, truncated, is_frame, is_first)
-
-    def _take(self) -> tuple[np.ndarray, np.ndarray]:
-        """Take the next results; return their rows, and what EnvPool did with these."""
-        rows = np.asarray(self._next[self._row_at]).astype(np.int64)
+    def _receive(self) -> None:
+        """Wait for m results, and reset the rows that need it."""
+        state = self._pool._recv()
+        self.rows = rows = np.asarray(state[self._row_at]).astype(np.int64)
         did = self._doing[rows]
         self._doing[rows] = _Doing.NOTHING
-        self._next = None
-        return rows, did
+        goes_on = (did == _Doing.STEP) | (did == _Doing.IGNORED_STEP)
+        ended = self._over(state, rows) & goes_on
+        self._write_results(state)
+        self.acting = (did == _Doing.RESET) | (goes_on & ~ended)
+        self._ages[rows[ended | (did == _Doing.RESET)]] = 0
+        self._real[:] = did == _Doing.STEP
+        self._result.ended[:] = np.flatnonzero(ended).tolist()
+        self._reset(rows[ended | (did == _Doing.OUTDATED_STEP)])
 
-    @contextlib.contextmanager
-    def _faults_of(self, call: str) -> Iterator[None]:
-        """Turn an exception into a Faulted: no row made a transition."""
-        try:
-            yield
-        except Faulted:
-            raise
-        except Exception as error:
-            raise self._faulted_by(error, call) from error
+    def _reset(self, rows: np.ndarray) -> None:
+        """Reset ``rows``, with which EnvPool does nothing."""
+        if len(rows):
+            self._pool._reset(rows.astype(np.int32))
+            self._doing[rows] = _Doing.RESET
 
-    def _write_obs(self, state: Sequence[Any]) -> None:
-        for leaf, obs, _, place in self._carried_at:
-            self._write(obs, state[place], leaf)
+    def hold(self, rows: np.ndarray) -> np.ndarray:
+        room = self.num_envs - self.num_ready - int(np.count_nonzero(self._waits))
+        self._keep(np.flatnonzero(self.acting & rows[self.rows])[: max(0, room)])
+        return self._waits
+
+    def _keep(self, slots: np.ndarray) -> None:
+        """Let the rows in these slots wait."""
+        rows = self.rows[slots]
+        for key, obs in self.obs.items():
+            self._kept[key][rows] = obs[slots]
+        self._waits[rows] = True
+        self.acting[slots] = False
+
+    def resume(self) -> bool:
+        if not self._waits.any():
+            return False
+        self._keep(np.flatnonzero(self.acting))
+        self._resuming = np.flatnonzero(self._waits)
+        self._waits.fill(False)
+        self._show_resuming()
+        return True
+
+    def _show_resuming(self) -> None:
+        """Put rows that waited into the slots."""
+        rows, self._resuming = np.split(self._resuming, [self.num_ready])
+        self.rows[: len(rows)] = rows
+        self.acting = np.arange(self.num_ready) < len(rows)
+        for key, obs in self.obs.items():
+            obs[: len(rows)] = self._kept[key][rows]
+        self._real.fill(False)
+        self._result.ended.clear()
+
+    def ignore(self, rows: np.ndarray) -> None:
+        self._doing[rows] = _Doing.IGNORED_STEP

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from distcollect.envs.base import AnyVectorEnv, Faulted, InfoKeys, Step
+from distcollect.envs.base import AnyVectorEnv, InfoKeys, Step
 from distcollect.envs.coercion import write
 from distcollect.envs.vector import VectorBatch
 from distcollect.envs.vector_ids import VectorMaker
@@ -116,32 +116,26 @@ class EnvPoolBatch(VectorBatch):
     def _can_reset_some(self, env: AnyVectorEnv, mode: AutoresetMode) -> bool:
         return True
 
-    def step(
-        self, action: Arrays, cut: np.ndarray | None = None, rows: Sequence[int] | None = None
-    ) -> Step:
+    def step(self, action: Arrays, rows: Sequence[int] | None = None) -> Step:
         # Rows are given only after the env raised, and then they are all rows.
         self._num_steps += rows is None
-        result = self._result
         # Where an exception in between left them: EnvPool would return them in this step.
         self.finish_resets()
-        late_error, self._late_error = self._late_error, None
-        if late_error is not None:
-            raise self._faulted_by(late_error, "reset") from late_error
         try:
-            ended = self._step_pool(action, cut)
+            self._raise_late_error()
+            return self._step_pool(action)
         except Exception as error:
-            raise self._faulted_by(error, "step") from error
-        result.ended[:] = ended.tolist()
-        return result
+            result = self._result
+            result.terminated.fill(False)
+            result.truncated.fill(False)
+            result.ended.clear()
+            self._add_fault(0, self._as_env_error(error, "step"), stepped=False)
+            raise self._faulted() from error
 
-    def _faulted_by(self, error: Exception, call: str) -> Faulted:
-        """Return what to raise after EnvPool raised ``error``: no row made a transition."""
-        result = self._result
-        for array in (result.terminated, result.truncated):
-            array.fill(False)
-        result.ended.clear()
-        self._add_fault(0, self._as_env_error(error, call), stepped=False)
-        return self._faulted()
+    def _raise_late_error(self) -> None:
+        error, self._late_error = self._late_error, None
+        if error is not None:
+            raise error
 
     def _native_inputs(self, action: Arrays, ids: np.ndarray) -> Any:
         """Return EnvPool's own arguments for the actions of the rows ``ids``.
@@ -154,27 +148,32 @@ class EnvPoolBatch(VectorBatch):
         inputs[self._action_at] = action[self._action_parts[0][0]].astype(self._native_dtype, "C")
         return inputs
 
-    def _step_pool(self, action: Arrays, cut: np.ndarray | None) -> np.ndarray:
-        """Step all rows, and reset those whose episode ended; returns these rows."""
+    def _over(self, state: Sequence[Any], rows: slice | np.ndarray) -> np.ndarray:
+        """Read the flags of what EnvPool returned of ``rows``; bool ``[m]``, which episodes end."""
+        _, terminated, truncated, _, _ = self._result
+        truncated[:] = state[self._trunc_at]
+        np.greater(state[self._done_at], truncated, out=terminated)  # done, but not truncated
+        if self._max_frames:
+            truncated |= self._too_old(rows)[rows] & ~terminated
+        over: np.ndarray = terminated | truncated
+        return over
+
+    def _write_results(self, state: Sequence[Any]) -> None:
+        for leaf, obs, _, place in self._carried_at:
+            self._write(obs, state[place], leaf)
+        write(self._result.reward, state[self._reward_at])
+
+    def _step_pool(self, action: Arrays) -> Step:
+        """Step all rows, and reset those whose episode ended."""
         pool = self._pool
-        reward, terminated, truncated, _, _ = self._result
         pool._send(self._native_inputs(action, self._ids))
         state = pool._recv()
-        done, over_limit = state[self._done_at], state[self._trunc_at]
-        over = done | over_limit
-        if cut is not None:
-            over |= cut
-        ended: np.ndarray = over.nonzero()[0]
+        ended = self._over(state, slice(None)).nonzero()[0]
         if len(ended):
             # These envs reset themselves while the results of the step are written.
             pool._reset(ended.astype(np.int32))
-        truncated[:] = over_limit
-        np.greater(done, over_limit, out=terminated)  # done, but not truncated
-        if cut is not None:
-            truncated |= cut & ~terminated
-        for leaf, obs, _, place in self._carried_at:
-            self._write(obs, state[place], leaf)
-        write(reward, state[self._reward_at])
+            self._ages[ended] = 0
+        self._write_results(state)
         if len(ended):
             for _, obs, final, _ in self._carried_at:
                 if obs.nbytes <= _SMALL_BYTES:
@@ -182,7 +181,8 @@ class EnvPoolBatch(VectorBatch):
                 else:
                     final[ended] = obs[ended]
             self._being_reset = ended
-        return ended
+        self._result.ended[:] = ended.tolist()
+        return self._result
 
     def finish_resets(self) -> None:
         ended = self._being_reset

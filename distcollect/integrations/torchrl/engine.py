@@ -14,10 +14,10 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from distcollect.common.clock import clock_ns
-from distcollect.common.step_counter import STEPPED, StepCounter
+from distcollect.common.step_counter import StepCounter
 from distcollect.engine.base import EngineBase, seed_global_generators
 from distcollect.engine.plan import WorkerPlan
-from distcollect.engine.rollout_loop import Trajectories
+from distcollect.engine.trajectories import Trajectories
 from distcollect.envs.base import Fault
 from distcollect.errors import ArgumentError, EnvError
 from distcollect.integrations.torchrl.envs import TorchRLEnvs
@@ -76,7 +76,7 @@ class TensorDictEngine(EngineBase):
                 "let the policy clip its actions"
             )
         self._policy = policy
-        self._trajectories = Trajectories(envs.num_envs, traj_ids, None)
+        self._trajectories = Trajectories(envs.num_envs, traj_ids)
         self._collector = TensorDict()
         self._frames: list[TensorDictBase] = []  # not written to the slab yet
         self._given: set[Key] = set()  # the entries that frames had so far
@@ -112,43 +112,24 @@ class TensorDictEngine(EngineBase):
             slab.finish(num_steps)
         self.step_timer.collected(slab)
 
-    def _fill(  # noqa: C901 - calls would cost more than what they do
-        self, slab: FrameSlab, *, random: bool
-    ) -> int:
+    def _fill(self, slab: FrameSlab, *, random: bool) -> int:
         """Make the steps of a rollout; returns how many, which is fewer if it is preempted."""
-        envs, weights, interrupts = self.envs, self.weights, self.interrupts
-        choose = envs.choose_randomly if random else self._policy
-        swaps = self.options.swap_within_rollouts
-        clears_device = self._policy.clears_device
+        envs, clears_device = self.envs, self._policy.clears_device
+        call_policy = envs.choose_randomly if random else self._policy
         one_done = self._done_keys[0] if len(self._done_keys) == 1 else None
-        slab.policy_version.fill(weights.version)
         slab.traj_ids[:] = self._trajectories.ids[:, None]
-        cells, num_envs, num_steps = self.counter.cells, envs.num_envs, slab.num_steps
-        step_timer, due, begin, middle = self.step_timer, self.step_timer.due, 0, 0
-        step = 0
-        while step < num_steps:
-            if interrupts.pending or (weights.pending and swaps):
-                if self.between_steps():
-                    return step
-                slab.policy_version[:, step:] = weights.version
-            timed = step >= due
-            if timed:
-                begin = clock_ns()
+
+        def choose(step: int) -> TensorDictBase:
+            if len(self._frames) > _MOST_KEPT:
+                self._write(slab, step, random=random)
             td = self._td
-            choose(td)
+            call_policy(td)
             # The env has no use for it, and would copy it.
             td.del_("collector")
-            if timed:
-                middle = clock_ns()
-            try:
-                frame, start = envs.step(td)
-            except EnvError as error:
-                self._recover(slab, step, error)
-                continue
-            if timed:
-                step_timer.timed(begin, middle, clock_ns(), step_timer.stride)
-                due = step_timer.due = step + step_timer.stride
-            cells[STEPPED] += num_envs
+            return td
+
+        def record(step: int, result: tuple[TensorDictBase, TensorDictBase]) -> int:
+            frame, start = result
             self._frames.append(frame)
             self._td = start
             if clears_device and start.device is not None:
@@ -159,10 +140,16 @@ class TensorDictEngine(EngineBase):
             if is_over if is_over.numel() == 1 else is_over.any():
                 self._end_trajectories(slab, step, following)
             start.set("collector", self._collector)
-            step += 1
-            if len(self._frames) > _MOST_KEPT:
-                self._write(slab, step, random=random)
-        return step
+            return envs.num_envs
+
+        return self.make_steps(
+            slab,
+            slab.num_steps,
+            choose=choose,
+            step_envs=envs.step,
+            record=record,
+            recover=lambda step, error: self._recover(slab, step, error),
+        )
 
     def _write(self, slab: FrameSlab, step: int, *, random: bool, rest: bool = False) -> None:
         """Write the frames to the slab, all but the newest: a fault of its env may still mark it.
@@ -197,8 +184,8 @@ class TensorDictEngine(EngineBase):
         self._begin_trajectories(slab, step + 1, rows)
 
     def _begin_trajectories(self, slab: FrameSlab, step: int, rows: Sequence[int]) -> None:
-        for row in rows:
-            slab.traj_ids[row, step:] = self._trajectories.new_id(row)
+        self._trajectories.begin(rows)
+        slab.traj_ids[rows, step:] = self._trajectories.ids[rows, None]
         self._collector = self._new_collector()
 
     def _new_collector(self) -> TensorDict:
@@ -226,7 +213,7 @@ class TensorDictEngine(EngineBase):
             td = self._rebuilt(error)
         self.step_timer.was_reset(begin, clock_ns())
         self._reset_due = False
-        self._trajectories.begin_all()
+        self._trajectories.begin(range(self.envs.num_envs))
         self._td = self._started(td)
 
     def _rebuilt(self, error: EnvError) -> TensorDictBase:
@@ -239,13 +226,12 @@ class TensorDictEngine(EngineBase):
             except EnvError as another:
                 error = another
 
-    def _recover(self, slab: FrameSlab, step: int, error: EnvError) -> None:
-        """Replace an env that raised; all trajectories end before this step.
+    def _recover(self, slab: FrameSlab, step: int, error: EnvError) -> int:
+        """Replace an env that raised; all trajectories end before this step, which is the next.
 
         Steps that other envs had made are lost, as there is no frame for the row of the env.
         """
         self.counter.add(self.envs.num_stepped)
-        self._begun_at += self.envs.num_stepped
         self.counter.lose("env_failed", self.envs.num_stepped)
         td = self._rebuilt(error)
         if self._frames:
@@ -255,6 +241,7 @@ class TensorDictEngine(EngineBase):
             self._truncate(self._frames[-1], rows)
         self._begin_trajectories(slab, step, range(self.envs.num_envs))
         self._td = self._started(td)
+        return step
 
     def _truncate(self, frame: TensorDictBase, rows: Sequence[int]) -> None:
         """Mark the rows of a frame as truncated and done."""
