@@ -71,6 +71,8 @@ def flag(value: Any) -> bool:
     Raises:
         MisfitError: it is something else.
     """
+    if value is False:
+        return False
     found = number(value)
     if found not in (0.0, 1.0):
         raise MisfitError(_described(value))

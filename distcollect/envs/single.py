@@ -136,8 +136,8 @@ class SingleEnvBatch(EnvBatch):
                     if (term is not False and term is not _FALSE) or (
                         trunc is not False and trunc is not _FALSE
                     ):
-                        is_terminated = _converted(flag, term, _TERMINATED)
-                        is_truncated = _converted(flag, trunc, _TRUNCATED)
+                        is_terminated = term is True or _converted(flag, term, _TERMINATED)
+                        is_truncated = trunc is True or _converted(flag, trunc, _TRUNCATED)
                         if is_terminated or is_truncated:
                             terminated[row] = is_terminated
                             truncated[row] = is_truncated

@@ -131,6 +131,8 @@ class OutputReader:
 
         A TensorDict stands beside its own action.
         """
+        if type(output) is torch.Tensor and self._action_is_leaf:
+            return (output,), {}  # at once, as the next question takes long
         if type(output) is not tuple and isinstance(output, TensorDictBase):
             try:
                 return [output[column.name] for column in self._actions], output
