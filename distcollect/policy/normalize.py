@@ -180,7 +180,8 @@ class Statistics:
         real = frames[TRAJ_IDS] >= 0
         with self._lock:
             for leaf, moments in zip(self.normalizer.leaves, self._observations, strict=True):
-                moments.add(frames[leaf.key][... if real.all() else real].flatten(0, real.ndim - 1))
+                samples = frames[leaf.key]
+                moments.add(samples.flatten(0, real.ndim - 1) if real.all() else samples[real])
             if self._settings.rewards:
                 returns = self._discounted(frames, [header.worker_id for header in headers])
                 self._returns.add(torch.from_numpy(returns)[real.flatten().cpu()])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import sys
+import time
 from collections import defaultdict
 from functools import partial
 from pathlib import Path
@@ -96,9 +97,11 @@ class Reference:
         self._so_far: dict[int, float] = defaultdict(float)
 
     def add(self, batch: TensorDict) -> None:
-        self._observations.append(batch["observation"].reshape(-1, 3).double())
+        self._observations.append(batch["observation"][batch["collector", "traj_ids"] >= 0].double())
         ids = batch["collector", "traj_ids"].flatten().tolist()
         for traj_id, reward in zip(ids, batch["next", "reward"].flatten().tolist(), strict=True):
+            if traj_id < 0:
+                continue
             self._so_far[traj_id] = GAMMA * self._so_far[traj_id] + reward
             self._returns.append(self._so_far[traj_id])
 
@@ -111,12 +114,26 @@ class Reference:
         return (value.double() / np.sqrt(np.var(self._returns) + 1e-8)).clamp(-10, 10)
 
 
-@pytest.mark.parametrize("make", [IN_PROCESS, SYNC, ASYNC])
+class SecondIsSlow(gym.Wrapper[Any, Any, Any, Any]):
+    def __init__(self, context: dc.EnvContext) -> None:
+        super().__init__(gym.make(ENV))
+        self._pause_s = 0.005 * context.worker_id
+
+    def step(self, action: Any) -> Any:
+        time.sleep(self._pause_s)
+        return super().step(action)
+
+
+PREEMPTING = partial(SYNC, preemptive_threshold=0.5)
+
+
+@pytest.mark.parametrize("make", [IN_PROCESS, SYNC, ASYNC, PREEMPTING])
 def test_the_statistics_are_those_of_all_delivered_frames(make: Any) -> None:
     reference, policy = Reference(), Seeing()
-    with collector(make, ENV, policy, record="raw") as tested:
+    with collector(make, SecondIsSlow, policy, record="raw") as tested:
         for _ in range(4):
             batch = tested.next()
+            assert (make is PREEMPTING) == (batch["collector", "traj_ids"] < 0).any()
             reference.add(batch)
             tested.update_policy_weights_(policy)
             new = tested.normalize(batch)
