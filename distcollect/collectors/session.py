@@ -90,6 +90,7 @@ class Session(Backend):
             local=options.is_local,
             placer=options.placer,
             transport=options.transport_name,
+            security=options.security,
         )
         if options.placer is not None:
             close_first_at_exit()

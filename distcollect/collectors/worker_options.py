@@ -17,6 +17,7 @@ from distcollect.errors import ArgumentError
 from distcollect.integrations import load
 from distcollect.launch.cpu_placement import num_cores
 from distcollect.launch.open_hosts import current
+from distcollect.net.tls import check_security
 from distcollect.transport import start
 from distcollect.weights.updaters import WeightUpdaterBase
 
@@ -95,6 +96,7 @@ class WorkerOptions(CollectorOptions):
     evaluation: EvaluationWorkers | None = None
     transport: str | None = None
     listen: str | None = field(default=None, init=False)
+    security: str | None = field(default=None, init=False)
 
     has_workers: ClassVar[bool] = True
     # Whether the workers are on this host, whatever the launch provides.
@@ -317,11 +319,15 @@ class RPCOptions(WorkerOptions):
         listen: "HOST:PORT" of this host, where ``distcollect worker --join`` can add workers
             at any time; None: the value of DISTCOLLECT_LISTEN, else nowhere. Under a launcher, set
             DISTCOLLECT_LISTEN instead.
+        security: "tls" encrypts the connections by which workers join, "token" does not; None: what
+            DISTCOLLECT_SECURITY says, else "tls" between hosts. Under a launcher, set
+            DISTCOLLECT_SECURITY instead.
     """
 
     _: KW_ONLY
     sync: bool = False
     listen: str | None = None
+    security: str | None = None
 
     squeeze: ClassVar[bool] = False
     is_local: ClassVar[bool] = False
@@ -329,6 +335,14 @@ class RPCOptions(WorkerOptions):
     @cached_property
     def placer(self) -> Any:
         return load("ray job").settings()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_security(self.security)
+        if self.security is not None and self.transport_name != start.TCP:
+            raise ArgumentError(
+                f"security={self.security!r} is for transport='tcp': torch's RPC encrypts nothing"
+            )
 
     def _most_workers(self) -> int:
         return num_cores() if self.placer is None else load("ray job").num_workers()

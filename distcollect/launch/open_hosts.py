@@ -13,6 +13,7 @@ from distcollect.launch.run_folder import TOKEN_VARIABLE, RunFolder
 from distcollect.launch.topology import one_of_several
 from distcollect.launch.worker_hosts import PlacerSettings, WorkerHosts
 from distcollect.net.interfaces import LOOPBACK
+from distcollect.net.tls import SECURITY
 
 EACH_RANK = "DISTCOLLECT_EACH_RANK_TRAINS"
 
@@ -54,6 +55,7 @@ def open_hosts(
     local: bool = False,
     placer: PlacerSettings | None = None,
     patience_s: float = 0.0,
+    security: str | None = None,
 ) -> WorkerHosts:
     """The launch's hosts, or this host alone without a launch; for one collector until detached.
 
@@ -64,6 +66,7 @@ def open_hosts(
         local: use this host alone, even in a launch; nobody else can join.
         placer: a scheduler that starts the workers, even in a launch.
         patience_s: with ``placer``: how long to wait for enough workers.
+        security: see :func:`~distcollect.net.tls.check_security`.
 
     Raises:
         CollectorStateError: another collector has the launch's hosts.
@@ -75,11 +78,15 @@ def open_hosts(
     """
     launched = _launched
     if launched is not None and placer is None and not local:
-        if listen is not None:
-            raise ArgumentError(
-                f"listen={listen!r}: under a launcher, workers join where its trainer listens; "
-                f"set {LISTEN} instead"
-            )
+        for name, given, variable in (
+            ("listen", listen, LISTEN),
+            ("security", security, SECURITY),
+        ):
+            if given is not None:
+                raise ArgumentError(
+                    f"{name}={given!r}: under a launcher, workers join where its trainer listens; "
+                    f"set {variable} instead"
+                )
         launched.claim()
         return launched
     with contextlib.ExitStack() as on_error:
@@ -94,16 +101,19 @@ def open_hosts(
                 patience_s=patience_s,
                 placer=scheduler,
                 port=port,
+                security=security,
             )
         else:
-            hosts = _own_hosts(num_workers, listen, local=local)
+            hosts = _own_hosts(num_workers, listen, security, local=local)
         on_error.pop_all()
     if launched is not None:
         launched.local_hosts.add(hosts)
     return hosts
 
 
-def _own_hosts(num_workers: int | None, listen: str | None, *, local: bool) -> WorkerHosts:
+def _own_hosts(
+    num_workers: int | None, listen: str | None, security: str | None, *, local: bool
+) -> WorkerHosts:
     """This host, which starts the workers itself; others may join too."""
     if _launched is None:
         _refuse_several()
@@ -121,4 +131,10 @@ def _own_hosts(num_workers: int | None, listen: str | None, *, local: bool) -> W
             f"read and name it by {TOKEN_VARIABLE}, here and where they are started"
         )
     num_local = num_cores() if num_workers is None else num_workers
-    return WorkerHosts(address, token or secrets.token_hex(16), num_local=num_local, port=port)
+    return WorkerHosts(
+        address,
+        token or secrets.token_hex(16),
+        num_local=num_local,
+        port=port,
+        security=security,
+    )

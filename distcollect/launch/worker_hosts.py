@@ -28,6 +28,7 @@ from distcollect.net.messages import (
     TrainerAddress,
 )
 from distcollect.net.server import Connection, JoinServer, JoinServerEvents
+from distcollect.net.tls import trainer_tls
 
 log = logging.getLogger(__name__)
 
@@ -145,6 +146,7 @@ class WorkerHosts(JoinServerEvents):
         patience_s: float = 0.0,
         placer: Placer | None = None,
         port: int = 0,
+        security: str | None = None,
     ) -> None:
         """Listen on ``address``, if others than local workers may join.
 
@@ -159,10 +161,12 @@ class WorkerHosts(JoinServerEvents):
             patience_s: see above.
             placer: see above; for one collector.
             port: to listen on; 0: any that is free.
+            security: see :func:`~distcollect.net.tls.check_security`.
 
         Raises:
             ArgumentError: this process may not open enough files for so many workers.
-            LaunchError: see :func:`~distcollect.net.interfaces.listen`.
+            LaunchError: see :func:`~distcollect.net.interfaces.listen` and
+                :func:`~distcollect.net.tls.trainer_tls`.
         """
         open_files.fill_standard_streams()
         open_files.raise_limit()
@@ -189,7 +193,11 @@ class WorkerHosts(JoinServerEvents):
         self._changed = threading.Condition(self._lock)
         # Local workers are given their connections; a port is for others.
         others_join = num_ranks is not None or num_expected is not None or port or not num_local
-        self.join_server = JoinServer(address if others_join else None, token, self, port)
+        if others_join:
+            tls = trainer_tls(address, security)
+            self.join_server = JoinServer(address, token, self, port, tls=tls)
+        else:
+            self.join_server = JoinServer(None, token, self)
         self._trainer = TrainerAddress(address, self.join_server.port, token)
 
     @property

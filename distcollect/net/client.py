@@ -9,8 +9,10 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 from distcollect.errors import LaunchError
+from distcollect.net import tls
 from distcollect.net.framing import (
     MAX_FRAME,
     FrameReader,
@@ -21,7 +23,7 @@ from distcollect.net.framing import (
     open_sockets,
     with_length,
 )
-from distcollect.net.handshake import JoiningSide, NotProven, printable
+from distcollect.net.handshake import JoiningSide, NotProven, StartTls, printable
 from distcollect.net.messages import (
     Hello,
     Message,
@@ -64,7 +66,9 @@ class ControlConnection:
             OSError: nobody listens there, or no answer within ``timeout_s``.
         """
         self._where = f"what listens at {host}:{port}"
-        if fd >= 0:
+        self._is_inherited = fd >= 0
+        self.sock: Any
+        if self._is_inherited:
             self.sock = socket.socket(fileno=fd)
             self.sock.set_inheritable(False)
             self.local_address = host  # the process that made it is on this host
@@ -89,6 +93,8 @@ class ControlConnection:
 
         To be called before :meth:`carry`, and before a message is sent that way.
         """
+        if self._selector is not None:
+            return
         self.sock.setblocking(False)
         self._outbox = Outbox(self.sock, _MAX_UNSENT)
         self._wake, self._waker = socket.socketpair()
@@ -109,9 +115,8 @@ class ControlConnection:
                 run.
         """
         deadline = time.monotonic() + timeout_s
-        handshake = JoiningSide(token)
         try:
-            challenge = self._ask(handshake.opening, deadline)
+            handshake, challenge = self._open(token, deadline)
             handshake.verify(self._ask(handshake.prove(challenge), deadline))
             self._reader.max_frame = MAX_FRAME
             self.welcome = decode(self._ask(to_bytes(hello), deadline))
@@ -127,11 +132,33 @@ class ControlConnection:
                 f"{self._where} is no trainer of distcollect's ({error}): check the address"
             ) from error
         self.sock.settimeout(None)
+        if isinstance(self.sock, tls.TlsSocket):
+            self.unblock()  # no two threads can use TLS at the same time
         return self.welcome
+
+    def _open(self, token: str, deadline: float) -> tuple[JoiningSide, bytes]:
+        """Begin the handshake, within TLS if the trainer uses that; return the challenge too."""
+        handshake = JoiningSide(token)
+        challenge = self._ask(handshake.opening, deadline)
+        if isinstance(decode(challenge), StartTls):
+            handshake = JoiningSide(token, self._start_tls(deadline))
+            return handshake, self._ask(handshake.opening, deadline)
+        if tls.is_required() and not self._is_inherited:
+            raise NotProven("it does not encrypt connections, which is wanted here")
+        return handshake, challenge
+
+    def _start_tls(self, deadline: float) -> bytes:
+        """Encrypt what follows; return the fingerprint of the trainer's certificate."""
+        open_sockets.discard(self.sock)
+        self.sock.settimeout(max(0.001, deadline - time.monotonic()))
+        self.sock = secured = tls.joining_tls(self.sock)
+        self._outbox = Outbox(secured, MAX_FRAME)
+        self._reader = FrameReader(_MAX_UNPROVEN_FRAME)
+        return secured.fingerprint
 
     def _ask(self, data: bytes, deadline: float) -> bytes:
         """Send a frame of the handshake, and return the trainer's answer."""
-        self._send(with_length(data))
+        self._send(self._outbox.send, with_length(data))
         answer = self._receive_frame(deadline)
         if answer is None:
             raise ConnectionError("it took the connection, but did not answer the join handshake")
@@ -142,7 +169,7 @@ class ControlConnection:
 
     def send(self, message: Message) -> None:
         """Send a message; do nothing if the trainer is gone (:meth:`receive` reports that)."""
-        self._send(encode(message))
+        self._send(self._outbox.send, encode(message))
 
     def send_soon(self, message: Message) -> None:
         """Have the thread that waits in :meth:`receive` send it; for handlers of signals.
@@ -157,15 +184,11 @@ class ControlConnection:
 
         It does nothing if the trainer is gone.
         """
-        try:
-            if self._outbox.send_packet(packet):
-                self._wake_up()
-        except OSError as error:
-            log.debug("could not send to the trainer: %s", error)
+        self._send(self._outbox.send_packet, packet)
 
-    def _send(self, data: bytes) -> None:
+    def _send(self, send: Callable[[Any], bool], data: bytes | Packet) -> None:
         try:
-            if self._outbox.send(data):
+            if send(data):
                 self._wake_up()
         except OSError as error:
             log.debug("could not send to the trainer: %s", error)
@@ -221,7 +244,11 @@ class ControlConnection:
 
     def close(self) -> None:
         """Close it; the trainer sees this process as gone."""
-        self.sock.close()
+        self._outbox.close()
+        if self._selector is not None:
+            self._selector.close()
+            self._wake.close()
+            self._waker.close()
 
 
 class TrainerGone(LaunchError):

@@ -117,22 +117,18 @@ class _Incoming:
 
     Attributes:
         packet: its parts are filled one after the other.
+        empty: what is left of these; first of the one that is being filled.
     """
 
     def __init__(self, number: int, parts: list[Buffer]) -> None:
         self.packet = Packet(number, parts)
-        self._empty = deque(memoryview(part).cast("B") for part in parts if len(part))
-        self.num_missing = sum(map(len, self._empty))
-
-    @property
-    def space(self) -> memoryview:
-        """The rest of the part that is being filled."""
-        return self._empty[0]
+        self.empty = deque(memoryview(part).cast("B") for part in parts if len(part))
+        self.num_missing = sum(map(len, self.empty))
 
     def fill(self, num_bytes: int) -> None:
-        """Note that so many bytes of :attr:`space` were written."""
+        """Note that so many bytes were written there."""
         self.num_missing -= num_bytes
-        _advance(self._empty, num_bytes)
+        _advance(self.empty, num_bytes)
 
 
 class FrameReader:
@@ -162,7 +158,7 @@ class FrameReader:
             OSError: nothing is there, or the connection is broken.
         """
         if self._chunk_rest:
-            num_bytes: int = sock.recv_into(self._incoming[0].space[: self._chunk_rest])
+            num_bytes: int = sock.recv_into(self._incoming[0].empty[0][: self._chunk_rest])
             self._filled(num_bytes)
             return num_bytes > 0
         # What belongs to a large packet is not to be read into this buffer first.
@@ -224,7 +220,7 @@ class FrameReader:
         self._chunk_rest = length
         del self._buffer[: _WORD.size]
         while self._buffer and self._chunk_rest:
-            space = self._incoming[0].space
+            space = self._incoming[0].empty[0]
             num_bytes = min(len(space), len(self._buffer), self._chunk_rest)
             with memoryview(self._buffer) as have:
                 space[:num_bytes] = have[:num_bytes]

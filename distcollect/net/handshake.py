@@ -8,12 +8,16 @@
     Proof                    ─────────▶
                              ◀─────────     Proof, or Refused
 
+If the trainer uses TLS, it answers the first Opening by StartTls, and both begin again within TLS.
+
 The token itself is never sent. A :class:`Proof` is an HMAC-SHA256 whose key is the token, over the
 role of the side that proves, and the bytes of the Opening and the Challenge. So a proof holds
 
 - for this connection only: each side's nonce is random, and both are in it (no replay);
 - for one side only: the roles differ (no reflection);
-- for what both sides have seen: nobody in between has changed a version or a nonce.
+- for what both sides have seen: nobody in between has changed a version or a nonce;
+- within TLS, for the trainer's certificate, whose fingerprint is in it too: nobody in between has
+  shown the joining process another one, to relay the rest.
 
 The joining process proves first. A stranger who connects to the trainer gets nothing that depends
 on the token; one who listens at the trainer's address gets a proof that only helps to test guesses
@@ -48,7 +52,7 @@ def _nonce() -> str:
     return secrets.token_hex(_NUM_NONCE_BYTES)
 
 
-# These three messages stay the same from one protocol version to the next: so that two processes
+# These messages stay the same from one protocol version to the next: so that two processes
 # can tell each other that their versions differ.
 
 
@@ -69,6 +73,11 @@ class Challenge(Message):
 
 
 @dataclass(frozen=True)
+class StartTls(Message):
+    """The trainer's other answer: what follows is encrypted."""
+
+
+@dataclass(frozen=True)
 class Proof(Message):
     """Shows that a side knows the token; ``mac`` is in hexadecimal digits."""
 
@@ -79,10 +88,10 @@ class NotProven(LaunchError):
     """The other side did not show that it knows the token."""
 
 
-def _mac(token: str, role: bytes, opening: bytes, challenge: bytes) -> str:
+def _mac(token: str, *parts: bytes) -> str:
     key = token.encode(errors="surrogatepass")
     # With their lengths, so that different parts never make the same text.
-    text = b"".join(with_length(part) for part in (role, opening, challenge))
+    text = b"".join(map(with_length, filter(None, parts)))
     return hmac.new(key, text, hashlib.sha256).hexdigest()
 
 
@@ -98,8 +107,10 @@ class JoiningSide:
         opening: the first frame to send.
     """
 
-    def __init__(self, token: str) -> None:
+    def __init__(self, token: str, fingerprint: bytes = b"") -> None:
+        """``fingerprint``: of the certificate that the trainer showed, if it did."""
         self.opening = to_bytes(Opening())
+        self._fingerprint = fingerprint
         self._token = token
         self._challenge = b""
 
@@ -111,7 +122,10 @@ class JoiningSide:
         """
         decode_as(Challenge, challenge)
         self._challenge = challenge
-        return to_bytes(Proof(_mac(self._token, _JOINS, self.opening, challenge)))
+        return to_bytes(Proof(self._mac(_JOINS)))
+
+    def _mac(self, role: bytes) -> str:
+        return _mac(self._token, role, self.opening, self._challenge, self._fingerprint)
 
     def verify(self, proof: bytes) -> None:
         """Check the trainer's second frame.
@@ -120,7 +134,7 @@ class JoiningSide:
             NotProven: the sender does not know the token.
             LaunchError: it is no proof.
         """
-        if not _is_proof(proof, _mac(self._token, _TRAINS, self.opening, self._challenge)):
+        if not _is_proof(proof, self._mac(_TRAINS)):
             raise NotProven("it doesn't know this run's token")
 
 
@@ -132,9 +146,11 @@ class TrainerSide:
         versions: of the process, as it said.
     """
 
-    def __init__(self, token: str) -> None:
+    def __init__(self, token: str, fingerprint: bytes = b"") -> None:
+        """``fingerprint``: of the certificate that the process was shown, if it was."""
         self.is_proven = False
         self.versions: dict[str, str] = {}
+        self._fingerprint = fingerprint
         self._token = token
         self._opening = self._challenge = b""
 
@@ -148,10 +164,13 @@ class TrainerSide:
             self.versions = decode_as(Opening, data).versions
             self._opening, self._challenge = data, to_bytes(Challenge())
             return self._challenge
-        if not _is_proof(data, _mac(self._token, _JOINS, self._opening, self._challenge)):
+        if not _is_proof(data, self._mac(_JOINS)):
             raise LaunchError("its proof was made with another one")
         self.is_proven = True
-        return to_bytes(Proof(_mac(self._token, _TRAINS, self._opening, self._challenge)))
+        return to_bytes(Proof(self._mac(_TRAINS)))
+
+    def _mac(self, role: bytes) -> str:
+        return _mac(self._token, role, self._opening, self._challenge, self._fingerprint)
 
 
 def differing_versions(theirs: dict[str, str]) -> str:

@@ -59,6 +59,11 @@ def _ip(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     return getattr(ip, "ipv4_mapped", None) or ip
 
 
+def is_loopback(address: str) -> bool:
+    """Return True if only processes of this host reach ``address``."""
+    return _ip(address).is_loopback
+
+
 def same_address(one: str, other: str) -> bool:
     """Return True if two addresses reach the same place, however they are written."""
     first, second = _ip(one), _ip(other)

@@ -39,9 +39,17 @@ from distcollect.net.framing import (
     open_sockets,
     with_length,
 )
-from distcollect.net.handshake import UNPROVEN, TrainerSide, differing_versions, printable
+from distcollect.net.handshake import (
+    UNPROVEN,
+    Opening,
+    StartTls,
+    TrainerSide,
+    differing_versions,
+    printable,
+)
 from distcollect.net.interfaces import listen
 from distcollect.net.messages import Hello, Message, Refused, decode, decode_as, encode
+from distcollect.net.tls import TlsSocket, TrainerTls
 
 log = logging.getLogger(__name__)
 
@@ -95,6 +103,7 @@ class Connection:
         sock: does not block.
         address: of the peer's host.
         handshake: see :class:`TrainerSide`.
+        is_shaking_hands: TLS's own handshake is not over.
         reader: puts the peer's frames together.
         num_reads: how often something was read.
         outbox: what is still to be sent.
@@ -114,16 +123,32 @@ class Connection:
         is_own: bool = False,
     ) -> None:
         """``has_unsent``: called when the peer does not take all at once."""
-        self.sock = sock
+        self.sock: Any = sock
         self.address = address
+        self._token = token
         self.is_own = is_own
         self.packets: PacketReceiver | None = None
         self.state = State.UNPROVEN
         self.handshake = TrainerSide(token)
+        self.is_shaking_hands = False
         self.reader = FrameReader(_MAX_UNPROVEN_BYTES)
         self.num_reads = 0
         self.outbox = Outbox(sock, _MAX_UNSENT)
         self._has_unsent = has_unsent
+
+    @property
+    def num_pending(self) -> int:
+        """Bytes that have come, and that no selector tells of."""
+        return self.sock.pending() if isinstance(self.sock, TlsSocket) else 0
+
+    def secure(self, tls: TrainerTls) -> None:
+        """Use TLS from now on, and begin the handshake anew."""
+        open_sockets.discard(self.sock)
+        self.sock = tls.wrap(self.sock)
+        self.is_shaking_hands = True
+        self.handshake = TrainerSide(self._token, tls.fingerprint)
+        self.reader = FrameReader(_MAX_UNPROVEN_BYTES)
+        self.outbox = Outbox(self.sock, _MAX_UNSENT)
 
     @property
     def is_over(self) -> bool:
@@ -208,15 +233,24 @@ class JoinServer:
     """
 
     def __init__(
-        self, address: str | None, token: str, events: JoinServerEvents, port: int = 0
+        self,
+        address: str | None,
+        token: str,
+        events: JoinServerEvents,
+        port: int = 0,
+        *,
+        tls: TrainerTls | None = None,
     ) -> None:
         """Listen on ``address`` alone; None: only who gets a connection by :meth:`connect` joins.
+
+        ``tls``: who connects has to use TLS.
 
         Raises:
             LaunchError: see :func:`~distcollect.net.interfaces.listen`.
         """
         self.events = events
         self._token = token
+        self._tls = tls
         self._listener = None if address is None else listen(address, port)
         self.port: int = 0 if self._listener is None else self._listener.getsockname()[1]
         self._max_strangers = max(1, min(MAX_STRANGERS, open_files.limit() // _SHARE_OF_FILES))
@@ -425,8 +459,13 @@ class JoinServer:
     def _read(self, connection: Connection) -> None:
         if connection.is_over:
             return
-        for _ in range(_READS_AT_ONCE):
+        num_reads = 0
+        while num_reads < _READS_AT_ONCE or connection.num_pending:
+            num_reads += 1
             try:
+                if connection.is_shaking_hands:
+                    connection.sock.do_handshake()
+                    connection.is_shaking_hands = False
                 if not connection.reader.receive(connection.sock):
                     self._drop(connection)
                     return
@@ -436,7 +475,7 @@ class JoinServer:
                 self._drop(connection)
                 return
             self._handle_all(connection)
-            if not connection.reader.is_in_packet:
+            if not (connection.reader.is_in_packet or connection.num_pending):
                 return
 
     def _handle_all(self, connection: Connection) -> None:
@@ -456,6 +495,8 @@ class JoinServer:
         if isinstance(frame, Packet):
             if connection.packets is not None:
                 connection.packets.received(frame)
+        elif self._tls and not (connection.is_own or isinstance(connection.sock, TlsSocket)):
+            self._start_tls(connection, frame, self._tls)
         elif connection.state is State.UNPROVEN:
             answer = with_length(connection.handshake.answer(frame))
             if connection.handshake.is_proven:
@@ -469,6 +510,16 @@ class JoinServer:
             self._introduce(connection, frame)
         else:
             self.events.received(connection, decode(frame))
+
+    def _start_tls(self, connection: Connection, opening: bytes, tls: TrainerTls) -> None:
+        """Encrypt what follows, which begins anew."""
+        decode_as(Opening, opening)
+        if not self._sent(connection, encode(StartTls())):
+            self._drop(connection)
+            return
+        self._selector.unregister(connection.sock)
+        connection.secure(tls)
+        self._selector.register(connection.sock, selectors.EVENT_READ, connection)
 
     def _introduce(self, connection: Connection, frame: bytes) -> None:
         # The versions count first: another protocol's message may differ.

@@ -69,6 +69,7 @@ class Workers:
         local: bool = False,
         placer: PlacerSettings | None = None,
         transport: str = "rpc",
+        security: str | None = None,
     ) -> None:
         """Start the workers, and wait until all have joined and were probed.
 
@@ -80,6 +81,7 @@ class Workers:
             local: start them on this host, even in a launch.
             placer: a scheduler that starts them.
             transport: the name of the transport.
+            security: see :func:`~distcollect.net.tls.check_security`.
 
         Raises:
             ArgumentError: the launch has fewer workers.
@@ -94,7 +96,12 @@ class Workers:
         with contextlib.ExitStack() as on_error:
             on_error.callback(_open_numbers.discard, self._number)
             self._hosts = open_hosts(
-                num_workers, listen, local=local, placer=placer, patience_s=faults.start_timeout_s
+                num_workers,
+                listen,
+                local=local,
+                placer=placer,
+                patience_s=faults.start_timeout_s,
+                security=security,
             )
             on_error.callback(self._hosts.detach)
             # Workers that join by themselves have no fixed number: none in particular has to come.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -35,12 +35,14 @@ class PeerMemory:
             return None
         return cls()
 
-    def copy_of(self, tensor: SharedTensor) -> torch.Tensor:
-        """Copy a tensor from there.
+    def own(self, tensor: torch.Tensor | SharedTensor) -> torch.Tensor:
+        """Return a tensor that was sent, or a copy of it if it lies there.
 
         Raises:
             OSError: the peer has ended, before any of that memory was mapped.
         """
+        if isinstance(tensor, torch.Tensor):
+            return tensor
         if tensor.segment not in self._mapped:
             self._mapped[tensor.segment] = map_segment(tensor.segment)
         return tensor_cache.copy_of(tensor.within(self._mapped[tensor.segment]))
@@ -66,12 +68,7 @@ class Copier:
 
         def copy_all() -> None:
             try:
-                copies = [
-                    cast("PeerMemory", memory).copy_of(tensor)
-                    if isinstance(tensor, SharedTensor)
-                    else tensor
-                    for tensor in sent
-                ]
+                copies = [tensor if memory is None else memory.own(tensor) for tensor in sent]
             except OSError as cause:
                 deliver(None, peer_is_gone(peer, cause))
             except Exception as cause:  # noqa: BLE001 - raised where the rollout is waited for

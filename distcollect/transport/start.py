@@ -44,7 +44,7 @@ def chosen(wanted: str | None) -> str:
             raise ArgumentError(f"{name}: several trainers need {RPC!r}, to hand rollouts over")
         return TCP
     try:
-        missing = _missing_parts()
+        missing: list[str] = _rpc("rpc_agents").missing_symbols()
     except ImportError as error:
         missing = [str(error)]
     if not missing:
@@ -89,13 +89,3 @@ def start_server(
         return TcpServer(service, connection)
     server: Server = _rpc("rpc_server").RpcServer(service, address)
     return server
-
-
-def _missing_parts() -> list[str]:
-    """Return the names of what torch's RPC needs here and the installed torch lacks.
-
-    Raises:
-        ImportError: it has no RPC at all.
-    """
-    missing: list[str] = _rpc("rpc_agents").missing_symbols()
-    return missing

@@ -176,11 +176,8 @@ class TcpTransport(Transport):
 
     def hand_over(self, peer: int, sequence: int, key: str, keep_s: float) -> Future[Any]:
         kept: Future[Any] = Future()
-        self._ask(
-            peer,
-            (Question.CALL, WorkerService.hand_over.__name__, (sequence, key, keep_s), {}),
-            lambda _, error: settle(kept, key, error),
-        )
+        answer = self.call(peer, WorkerService.hand_over, sequence, key, keep_s)
+        answer.add_done_callback(lambda done: settle(kept, key, done.exception()))
         return kept
 
     def fetch_handover(self, peer: int, held: Any) -> Future[Tensors]:

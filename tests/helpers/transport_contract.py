@@ -23,6 +23,7 @@ from helpers.waiting import stop_process
 import distcollect as dc
 from distcollect.net.messages import PeerAddress
 from distcollect.net.server import JoinServer
+from distcollect.net.tls import trainer_tls
 from distcollect.transport import rpc_agents
 from distcollect.transport.peer_ids import identity
 from distcollect.transport.protocol import CollectRequest, Offer
@@ -118,10 +119,13 @@ class Rpc(Processes):
 
 
 class Tcp(Processes):
+    security = "token"
+
     def __init__(self) -> None:
         self.transport = TcpTransport()
         self.events = Recorder()
-        self.server = JoinServer("127.0.0.1", TOKEN, self.events)
+        tls = trainer_tls("127.0.0.1", self.security)
+        self.server = JoinServer("127.0.0.1", TOKEN, self.events, tls=tls)
         super().__init__()
 
     def add_peer(self) -> int:
@@ -133,12 +137,17 @@ class Tcp(Processes):
 
     def sent_bytes(self) -> int:
         """The bytes that have come by the peer's connection, in the kernel's struct tcp_info."""
-        info = self.connection.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)
+        with socket.socket(fileno=os.dup(self.connection.sock.fileno())) as sock:
+            info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)
         return int(struct.unpack_from("Q", info, 128)[0])
 
     def close(self) -> None:
         super().close()
         self.server.close()
+
+
+class Tls(Tcp):
+    security = "tls"
 
 
 def check(tensors: list[torch.Tensor], num_steps: int) -> None:

@@ -20,6 +20,7 @@ from helpers.transport_contract import (
     Processes,
     Rpc,
     Tcp,
+    Tls,
     TransportContract,
     check,
 )
@@ -44,7 +45,11 @@ class TestTcp(TransportContract):
     make = Tcp
 
 
-@pytest.fixture(params=[Rpc, Tcp])
+class TestTls(TransportContract):
+    make = Tls
+
+
+@pytest.fixture(params=[Rpc, Tcp, Tls])
 def world(request: pytest.FixtureRequest) -> Iterator[Processes]:
     world: Processes = request.param()
     yield world

@@ -42,9 +42,9 @@ def test_help_shows_each_argument_with_its_text(collector: type) -> None:
 def test_a_class_fixes_some_arguments() -> None:
     own = {collector: set(inspect.signature(collector).parameters) for collector in COLLECTORS}
     rpc = own[dc.RPCDataCollector]
-    assert rpc - own[dc.MultiSyncDataCollector] == {"sync", "listen"}
-    assert rpc - own[dc.MultiaSyncDataCollector] == {"sync", "listen"}
-    assert rpc - own[dc.aSyncDataCollector] == {"sync", "listen", "num_workers"}
+    assert rpc - own[dc.MultiSyncDataCollector] == {"sync", "listen", "security"}
+    assert rpc - own[dc.MultiaSyncDataCollector] == {"sync", "listen", "security"}
+    assert rpc - own[dc.aSyncDataCollector] == {"sync", "listen", "security", "num_workers"}
     assert own[dc.SyncDataCollector] < rpc
     with pytest.raises(dc.ArgumentError, match="MultiSyncDataCollector has no listen"):
         dc.MultiSyncDataCollector("CartPole-v1", frames_per_batch=8, listen=None)  # type: ignore[call-arg]

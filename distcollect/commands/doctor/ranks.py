@@ -35,6 +35,7 @@ from distcollect.net.messages import (
     WorkerWelcome,
 )
 from distcollect.net.server import Connection, JoinServer, JoinServerEvents
+from distcollect.net.tls import trainer_tls
 from distcollect.transport.peer_ids import identity
 from distcollect.transport.start import RPC, start_server, start_transport
 from distcollect.transport.worker_service import WeightSource
@@ -174,7 +175,8 @@ class Ranks(JoinServerEvents):
             self._weights = BroadcastUpdater("gloo")
             self._weights.attach(UpdaterContext(spec.address, TIMEOUT_S, gpus={}))
             undo.callback(self._weights.close)
-            server = JoinServer(spec.address, spec.token, self, spec.port)
+            tls = trainer_tls(spec.address)
+            server = JoinServer(spec.address, spec.token, self, spec.port, tls=tls)
             undo.callback(server.close)
             spec.announce(server.port)
             self._undo = undo.pop_all()

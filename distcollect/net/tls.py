@@ -1,0 +1,260 @@
+"""TLS 1.3 for the connections between hosts.
+
+A certificate proves nothing here by itself: the trainer makes one for each run. Both sides put its
+fingerprint, as each of them sees it, into the proofs of the handshake that follows within the
+encrypted connection (:mod:`.handshake`). So nobody in between can relay that handshake: to read
+along, he would have to show the joining process a certificate of his own.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import hashlib
+import logging
+import os
+import ssl
+import subprocess
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from distcollect.common.memory_segment import small_file
+from distcollect.errors import ArgumentError, LaunchError
+from distcollect.net.framing import open_sockets
+from distcollect.net.interfaces import is_loopback
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+SECURITY = "DISTCOLLECT_SECURITY"
+TLS, TOKEN = "tls", "token"
+_CERT, _KEY, _CA = "DISTCOLLECT_TLS_CERT", "DISTCOLLECT_TLS_KEY", "DISTCOLLECT_TLS_CA"
+_OPENSSL_TIMEOUT_S = 30.0
+_DAYS = 3650
+# What is encrypted by one call, while which nobody else can use the connection.
+_MOST_BYTES = 65536
+
+
+class TlsSocket:
+    """A socket with TLS, of which the rest of the package uses what a plain socket has too.
+
+    OpenSSL allows one thread at a time to use it, for reading or writing.
+    """
+
+    def __init__(self, sock: ssl.SSLSocket) -> None:
+        self._sock = sock
+        self._lock = threading.Lock()
+        self.family = sock.family
+        self.fileno = sock.fileno
+        self.settimeout = sock.settimeout
+        self.setblocking = sock.setblocking
+        open_sockets.add(sock)
+
+    def do_handshake(self) -> None:
+        """Go on with TLS's own handshake.
+
+        Raises:
+            BlockingIOError: the peer has to go on first.
+            OSError: it failed.
+        """
+        self._call(self._sock.do_handshake)
+
+    @property
+    def fingerprint(self) -> bytes:
+        """The peer's certificate, see :func:`fingerprint_of`."""
+        return fingerprint_of(self._sock.getpeercert(binary_form=True) or b"")
+
+    def pending(self) -> int:
+        """Bytes that were received, and that no select() tells of any more."""
+        with self._lock:
+            return self._sock.pending()
+
+    def recv(self, num_bytes: int) -> bytes:
+        return self._call(self._sock.recv, num_bytes)
+
+    def recv_into(self, buffer: memoryview) -> int:
+        return self._call(self._sock.recv_into, buffer)
+
+    def sendmsg(self, buffers: Sequence[memoryview]) -> int:
+        """Send of the first buffer; after a BlockingIOError it has to be the same again."""
+        return self._call(self._sock.send, buffers[0][:_MOST_BYTES])
+
+    def shutdown(self, how: int) -> None:
+        self._call(self._sock.shutdown, how)
+
+    def close(self) -> None:
+        self._call(self._sock.close)
+
+    def _call(self, function: Callable[..., T], *args: Any) -> T:
+        with self._lock:
+            try:
+                return function(*args)
+            except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
+                raise BlockingIOError from error
+
+
+class TrainerTls(NamedTuple):
+    """What a trainer needs for TLS.
+
+    Attributes:
+        context: has its certificate.
+        fingerprint: of that certificate, see :func:`fingerprint_of`.
+    """
+
+    context: ssl.SSLContext
+    fingerprint: bytes
+
+    def wrap(self, sock: Any) -> TlsSocket:
+        """Return a socket that doesn't block with TLS; ``sock`` can't be used any more."""
+        wrapped = self.context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+        return TlsSocket(wrapped)
+
+
+def fingerprint_of(certificate: bytes) -> bytes:
+    """Return the SHA-256 of a certificate in DER."""
+    return hashlib.sha256(certificate).digest()
+
+
+def check_security(security: str | None) -> str | None:
+    """Return what is wanted: :data:`TLS`, :data:`TOKEN`, or None, which is TLS between hosts.
+
+    Args:
+        security: of the user; None: what the environment says.
+
+    Raises:
+        ArgumentError: it is something else.
+    """
+    wanted = security or os.environ.get(SECURITY) or None
+    if wanted not in (None, TLS, TOKEN):
+        name = f"security={security!r}" if security else f"{SECURITY}={wanted!r}"
+        raise ArgumentError(f"{name}: must be {TLS!r} or {TOKEN!r}")
+    return wanted
+
+
+def trainer_tls(address: str, security: str | None = None) -> TrainerTls | None:
+    """Return what a trainer needs that listens on ``address``; None: it uses no TLS.
+
+    Args:
+        address: of this host.
+        security: see :func:`check_security`.
+
+    Raises:
+        ArgumentError: see :func:`check_security`.
+        LaunchError: TLS is wanted, and there is no certificate that could be used.
+    """
+    wanted = check_security(security)
+    if wanted is None and is_loopback(address):
+        return None
+    if wanted == TOKEN:
+        if not is_loopback(address):
+            log.warning(
+                "security='token': what goes over the network is not encrypted, and who can change "
+                "it can take over the run; 'tls' protects it"
+            )
+        return None
+    try:
+        return _own_tls() if _CERT in os.environ else _made_tls()
+    except (OSError, ValueError) as error:
+        if wanted is None and _CERT not in os.environ:
+            log.warning("connections between hosts are not encrypted: %s", error)
+            return None
+        raise LaunchError(
+            f"no TLS: {error}. Name a certificate by {_CERT} and {_KEY}, or do without by "
+            f"{SECURITY}={TOKEN}"
+        ) from error
+
+
+def _context(protocol: int) -> ssl.SSLContext:
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    return context
+
+
+def _trainer_context(cert: str, key: str, text: str) -> TrainerTls:
+    context = _context(ssl.PROTOCOL_TLS_SERVER)
+    context.num_tickets = 0  # no connection is resumed
+    context.load_cert_chain(cert, key)
+    begin = text.index("-----BEGIN CERTIFICATE-----")
+    end = "-----END CERTIFICATE-----"
+    first = text[begin : text.index(end, begin) + len(end)]
+    return TrainerTls(context, fingerprint_of(ssl.PEM_cert_to_DER_cert(first)))
+
+
+def _own_tls() -> TrainerTls:
+    """Use the user's certificate."""
+    cert, key = os.environ[_CERT], os.environ.get(_KEY) or os.environ[_CERT]
+    return _trainer_context(cert, key, Path(cert).read_text())
+
+
+def _made_tls() -> TrainerTls:
+    """Make a certificate for this run; its key is never on a disk."""
+    pem = _made_certificate()
+    with small_file() as file:
+        file.write(pem)
+        file.flush()
+        path = f"/proc/self/fd/{file.fileno()}"
+        return _trainer_context(path, path, pem.decode())
+
+
+def _made_certificate() -> bytes:
+    """Return a new key and certificate for it, as PEM.
+
+    Raises:
+        OSError: there is neither cryptography nor openssl here.
+    """
+    try:
+        from cryptography import x509  # noqa: PLC0415 - it is optional
+        from cryptography.hazmat.primitives import hashes, serialization  # noqa: PLC0415
+        from cryptography.hazmat.primitives.asymmetric import ec  # noqa: PLC0415
+    except ImportError:
+        return _made_by_openssl()
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "distcollect")])
+    now = dt.datetime.now(dt.timezone.utc)
+    day = dt.timedelta(days=1)
+    builder = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+    builder = builder.not_valid_before(now - day).not_valid_after(now + _DAYS * day)
+    pem = serialization.Encoding.PEM
+    private: bytes = key.private_bytes(
+        pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    return private + bytes(builder.sign(key, hashes.SHA256()).public_bytes(pem))
+
+
+def _made_by_openssl() -> bytes:
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes"
+    command += f" -keyout /dev/stdout -subj /CN=distcollect -days {_DAYS}"
+    try:
+        made = subprocess.run(
+            command.split(), capture_output=True, timeout=_OPENSSL_TIMEOUT_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        why = f"a certificate needs the package cryptography, or openssl ({error})"
+        raise OSError(why) from error
+    return made.stdout
+
+
+def is_required() -> bool:
+    """Return True if the user wants this process to join over TLS only."""
+    return _CA in os.environ or check_security(None) == TLS
+
+
+def joining_tls(sock: Any) -> TlsSocket:
+    """Return the socket of a process that joins with TLS; ``sock`` can't be used any more.
+
+    Raises:
+        LaunchError: the trainer's certificate is not of the authority that the user named.
+        OSError: the handshake failed.
+    """
+    context = _context(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False  # the proofs show which trainer it is
+    context.verify_mode = ssl.CERT_NONE
+    if authority := os.environ.get(_CA):
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_verify_locations(authority)
+    try:
+        return TlsSocket(context.wrap_socket(sock))
+    except ssl.SSLCertVerificationError as error:
+        raise LaunchError(f"its certificate is refused: {error}") from error
