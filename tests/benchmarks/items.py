@@ -131,6 +131,11 @@ def _scale() -> Iterator[tuple[str, Part]]:
     yield "pushes", Part("to halves of 1,000", "scale:run_pushes", {"num_workers": 1_000})
 
 
+def _fetch() -> Iterator[tuple[str, Part]]:
+    for name, num_bytes in (("3kB", 3_000), ("1MB", 1_000_000), ("28MB", 28_000_000)):
+        yield name, Part(f"rollouts of {name}", "fetch:run", {"num_bytes": num_bytes})
+
+
 def _torchrl_async() -> Iterator[tuple[str, Part]]:
     for regime in ("uniform", "slow-reset"):
         for who, about in (
@@ -202,6 +207,7 @@ ITEMS: dict[str, Item] = {
     ),
     "replay": Item("start() fills a replay buffer", dict(_replay())),
     "start": Item("from making a collector to its first batch", dict(_start())),
+    "fetch": Item("a rollout over each transport, in turn", dict(_fetch())),
     "scaling": Item("workers with a 5 ms sleeping env", dict(_scaling())),
     "scale": Item("the trainer's bookkeeping for simulated workers", dict(_scale())),
 }
