@@ -24,7 +24,7 @@ from gymnasium.vector import VectorEnv
 
 from distcollect.envs.bad_actions import blamed
 from distcollect.envs.coercion import MisfitError, write
-from distcollect.errors import EnvError
+from distcollect.errors import EnvError, SpaceError
 from distcollect.rollout.spaces import Arrays, Leaf, leaf_spaces, leaves_of
 
 Env: TypeAlias = gym.Env[Any, Any]
@@ -550,9 +550,20 @@ def called(attribute: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
 
 
 def space_of(env: Any, role: str) -> Any:
-    """Return the "observation" or "action" space of a single env, also if it is a vector env."""
-    single = getattr(env, f"single_{role}_space", None)
-    return getattr(env, f"{role}_space") if single is None else single
+    """Return the "observation" or "action" space of a single env, also if it is a vector env.
+
+    Raises:
+        SpaceError: it has none of Gymnasium's.
+    """
+    space = getattr(env, f"single_{role}_space", None)
+    if space is None:
+        space = getattr(env, f"{role}_space", None)
+    if not isinstance(space, gym.Space):
+        raise SpaceError(
+            f"the {role}_space of {type(env.unwrapped).__name__} is {space!r}: set it in __init__ "
+            "to one of gymnasium.spaces"
+        )
+    return space
 
 
 def name_of(env: Env) -> str:

@@ -12,7 +12,6 @@ from gymnasium.vector import VectorEnv
 from distcollect.envs.base import Envs, InfoKeys
 from distcollect.envs.single import SingleEnvBatch
 from distcollect.envs.vector import VectorBatch
-from distcollect.errors import SpaceError
 from distcollect.integrations import load_for
 
 
@@ -28,18 +27,7 @@ class EnvKind:
     can_be_copied = False
 
     def prepared(self, env: Any, device: torch.device | None) -> Any:
-        """Return ``env`` as it is used: on ``device``, if it computes on one, or wrapped.
-
-        Raises:
-            SpaceError: it has no spaces of Gymnasium's.
-        """
-        for role in ("observation_space", "action_space"):
-            space = getattr(env, role, None)
-            if not isinstance(space, gym.Space):
-                raise SpaceError(
-                    f"the {role} of {type(env.unwrapped).__name__} is {space!r}: set it in "
-                    "__init__ to one of gymnasium.spaces"
-                )
+        """Return ``env`` as it is used: on ``device``, if it computes on one, or wrapped."""
         return env
 
     def num_rows(self, env: Any) -> int | None:

@@ -58,7 +58,9 @@ class SingleEnvBatch(EnvBatch):
             yield first.reset()[1]
             yield first.step(first.action_space.sample())[4]
 
-        info_space = space_of_info(info_keys, first.observation_space, examples, name_of(first))
+        info_space = space_of_info(
+            info_keys, space_of(first, "observation"), examples, name_of(first)
+        )
         outcome_space = getattr(first.unwrapped, "outcome_space", None)
         if not isinstance(outcome_space, Entries):  # an attribute of the user's, or none
             outcome_space = Entries()

@@ -39,7 +39,10 @@ ERRORS = (ROOT / "distcollect" / "docs" / "errors.md").read_text()
 @pytest.mark.parametrize(
     ("typed", "question"),
     [
-        ("submit --trust-folder --run-folder new five.py", "SLURM doesn't answer: is this a login"),
+        (
+            "submit --trust-folder --run-folder new five.py",
+            "would not run the trainer: the controller is",
+        ),
         ("cancel submitted", "SLURM refused 'scancel 12': .*down.*Try again"),
     ],
 )
