@@ -97,7 +97,9 @@ class Reference:
         self._so_far: dict[int, float] = defaultdict(float)
 
     def add(self, batch: TensorDict) -> None:
-        self._observations.append(batch["observation"][batch["collector", "traj_ids"] >= 0].double())
+        self._observations.append(
+            batch["observation"][batch["collector", "traj_ids"] >= 0].double()
+        )
         ids = batch["collector", "traj_ids"].flatten().tolist()
         for traj_id, reward in zip(ids, batch["next", "reward"].flatten().tolist(), strict=True):
             if traj_id < 0:

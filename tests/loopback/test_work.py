@@ -1,0 +1,148 @@
+"""How much Python a step, a rollout and a push do; a clock can't tell that on a busy machine.
+
+The numbers are those of the tested versions. A change that alters one says so in its commit.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from helpers.loopback_pool import loopback_collector
+from helpers.work import TensorOperations, Work, work_of
+from torch import nn
+
+import distcollect as dc
+
+_PINS = (Path(__file__).parents[2] / "constraints" / "tested.txt").read_text().splitlines()
+_DIFFERENT = [
+    name
+    for name in ("torch", "tensordict", "gymnasium")
+    if f"{name}=={version(name).partition('+')[0]}" not in _PINS
+]
+pytestmark = pytest.mark.skipif(
+    bool(_DIFFERENT) or sys.version_info[:2] != (3, 11),
+    reason=f"the numbers are those of Python 3.11 and the tested versions; differs: {_DIFFERENT}",
+)
+
+T = 32
+# Of several threads: when each of them wakes up changes what it does.
+TOLERANCE, THREADS_TOLERANCE = 0.02, 0.2
+
+
+class Endless(gym.Env):
+    """One episode that never ends: each step does the same."""
+
+    observation_space = gym.spaces.Box(-1, 1, (4,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros(4, np.float32), {}
+
+    def step(self, action):
+        return np.zeros(4, np.float32), 1.0, False, False, {}
+
+
+class Policy(nn.Module):
+    def __init__(self, *, returns: str) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 2)
+        self.returns = returns
+
+    def forward(self, observation):
+        logits = self.net(observation)
+        if self.returns == "distribution":
+            return torch.distributions.Categorical(logits=logits)
+        return logits.argmax(-1)
+
+
+def check(did: Work, expected: Work, tolerance: float) -> None:
+    for name in Work._fields:
+        limit = pytest.approx(getattr(expected, name), rel=tolerance, abs=1)
+        assert getattr(did, name) == limit, f"{name}: {did} instead of {expected}"
+
+
+def one_more(run: Callable[[int], object], few: int, many: int, threads: str = "") -> Work:
+    """The work of one more of what ``run`` does so often."""
+    run(few)  # what is done once in a process
+    first, second = (work_of(lambda n=n: run(n), threads=threads) for n in (few, many))
+    return first.per(second, many - few)
+
+
+@pytest.mark.parametrize(
+    ("num_envs", "returns", "expected", "operations"),
+    [
+        (1, "tensor", Work(13, 8, 542), 4),
+        (16, "tensor", Work(13, 8, 1229), 4),
+        (1, "distribution", Work(17, 15, 728), 29),
+        (16, "distribution", Work(17, 15, 1418), 29),
+    ],
+)
+def test_a_step_in_this_process(
+    num_envs: int, returns: str, expected: Work, operations: int
+) -> None:
+    def collect(num_steps: int) -> None:
+        with dc.SyncDataCollector(
+            Endless, Policy(returns=returns), frames_per_batch=num_envs * num_steps,
+            envs_per_worker=num_envs,
+        ) as collector:  # fmt: skip
+            collector.next()
+
+    def operations_of(num_steps: int) -> int:
+        with TensorOperations() as counted:
+            collect(num_steps)
+        return counted.count
+
+    check(one_more(collect, T, 2 * T), expected, TOLERANCE)
+    assert (operations_of(2 * T) - operations_of(T)) / T == operations
+
+
+def collect_with(num_batches: int, num_workers: int, *, push: bool = False) -> None:
+    policy = Policy(returns="tensor")
+    with loopback_collector(
+        Endless, policy, frames_per_batch=T * num_workers, num_workers=num_workers, sync=True
+    ) as collector:
+        for _ in range(num_batches):
+            collector.next()
+            if push:
+                collector.update_policy_weights_(policy)
+
+
+@pytest.mark.parametrize(
+    ("threads", "num_workers", "expected"),
+    [
+        pytest.param("distcollect", 1, Work(216, 190, 5421), id="trainer, a batch of one rollout"),
+        pytest.param(
+            "distcollect", 8, Work(523, 367, 12450), id="trainer, a batch of eight rollouts"
+        ),
+        pytest.param("worker", 1, Work(684, 445, 23800), id="trainer and a worker, a batch of one"),
+    ],
+)
+def test_a_batch_of_workers(threads: str, num_workers: int, expected: Work) -> None:
+    check(
+        one_more(lambda n: collect_with(n, num_workers), 10, 30, threads),
+        expected,
+        THREADS_TOLERANCE,
+    )
+
+
+@pytest.mark.parametrize(
+    ("threads", "expected"),
+    [
+        pytest.param("distcollect", Work(498, 440, 12052), id="trainer"),
+        pytest.param("worker", Work(822, 570, 26850), id="trainer's own thread and a worker"),
+    ],
+)
+def test_a_batch_and_a_push(threads: str, expected: Work) -> None:
+    check(
+        one_more(lambda n: collect_with(n, 1, push=True), 10, 30, threads),
+        expected,
+        THREADS_TOLERANCE,
+    )
