@@ -136,6 +136,7 @@ class InProcess(Backend):
                 engine.collect(slab, random=random, fresh=True, frames=self.frames)
         except Stopped:
             raise CollectorStateError("the collector was shut down meanwhile") from None
+        versions = slab.policy_version  # in the background, none may be the newest yet
         header = Header(
             worker_id=0,
             incarnation=0,
@@ -143,7 +144,7 @@ class InProcess(Backend):
             num_frames=slab.num_frames,
             num_steps=slab.num_steps,
             num_bytes=0,
-            policy_version=(self._version, self._version),
+            policy_version=(int(versions.min()), int(versions.max())),
             env_faults=engine.counter.env_faults,
             faults=taken_faults(engine.counter, worker_id=0, incarnation=0),
             work=engine.step_timer.work(),

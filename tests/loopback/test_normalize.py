@@ -18,7 +18,8 @@ import pytest
 import torch
 from gymnasium import spaces
 from helpers.loopback_pool import loopback_collector
-from helpers.replay_buffers import Buffer
+from helpers.replay_buffers import Buffer, KeepingBuffer
+from helpers.waiting import eventually
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
@@ -97,10 +98,9 @@ class Reference:
         self._so_far: dict[int, float] = defaultdict(float)
 
     def add(self, batch: TensorDict) -> None:
-        self._observations.append(
-            batch["observation"][batch["collector", "traj_ids"] >= 0].double()
-        )
-        ids = batch["collector", "traj_ids"].flatten().tolist()
+        ids = batch["collector", "traj_ids"]
+        self._observations.append(batch["observation"][ids >= 0].double())
+        ids = ids.flatten().tolist()
         for traj_id, reward in zip(ids, batch["next", "reward"].flatten().tolist(), strict=True):
             if traj_id < 0:
                 continue
@@ -307,6 +307,35 @@ def test_rollouts_are_not_handed_over() -> None:
     error = pytest.raises(dc.CollectorStateError, match="the statistics that their policy")
     with collector(ASYNC, ENV) as tested, error:
         tested.hand_over()
+
+
+class Meeting(Seeing):
+    """Calls a function in the middle of its publication."""
+
+    meet: Any = None
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        if self.meet is not None:
+            self.meet()
+        return super().state_dict(*args, **kwargs)
+
+
+def test_rollouts_may_end_while_weights_are_published() -> None:
+    buffer, policy = KeepingBuffer(), Meeting()
+
+    def three_more() -> None:
+        wanted = len(buffer.added) + 3
+        eventually(lambda: len(buffer.added) >= wanted)
+
+    with collector(IN_PROCESS, ENV, policy, record="normalized", replay_buffer=buffer) as tested:
+        tested.start()
+        policy.meet = three_more
+        tested.update_policy_weights_(policy)
+        policy.meet = None
+        three_more()
+        for batch in buffer.added:
+            assert torch.equal(batch["observation"], batch["seen"])
+        tested.async_shutdown(10)
 
 
 def test_a_replay_buffer_has_raw_frames() -> None:
