@@ -378,7 +378,7 @@ class Backend(ABC):
             )
         self.statistics.load_state_dict(saved)
         only_user_has_weights = self.policy is None and self._options.factories
-        return bool(state["policy_version"]) and not only_user_has_weights
+        return bool(saved["is_used"]) and not only_user_has_weights
 
     def _completed(self, weights: Any) -> Any:
         """Return weights that the user gave, with the statistics that are published with them."""

@@ -83,6 +83,11 @@ class NoiseProcess(ABC):
                 f"the schedule of the exploration noise raised {type(error).__name__}: {error} at "
                 f"policy_version={policy_version}, frames={frames}; it must return a number"
             ) from error
+        if not self.level >= 0:
+            raise PolicyError(
+                f"the schedule of the exploration noise returned {self.level} at policy_version="
+                f"{policy_version}, frames={frames}; it must be 0 or more"
+            )
 
     def begin(self, rows: Sequence[int]) -> None:  # noqa: B027 - most have no memory
         """Episodes begin in ``rows``."""
@@ -102,7 +107,7 @@ class ExplorationNoise(ABC):
 
     ``evaluate()`` plays without noise, and so does a collector whose ``exploration_type`` is not
     "random". After ``set_seed``, the noise of env i depends only on (seed, i). A policy that
-    returns a distribution is refused: ``action_log_prob`` would be that of another action.
+    returns a distribution or ``action_log_prob`` is refused: that would be of another action.
 
     Attributes:
         policy: the policy without the noise, of any kind that a collector takes. Push its weights.
@@ -185,8 +190,10 @@ class _EpsilonGreedy(NoiseProcess):
             explores = np.intersect1d(explores, rows)
         if not explores.size:
             return actions
-        changed = [action.copy() for action in actions]
-        for action, other in zip(changed, self._draw(explores.tolist()), strict=True):
+        drawn = self._draw(explores.tolist())
+        # Their dtype, as the policy's may be too narrow: bool, if it chooses between two of many.
+        changed = [a.astype(other.dtype) for a, other in zip(actions, drawn, strict=True)]
+        for action, other in zip(changed, drawn, strict=True):
             action[explores] = other[explores]
         return changed
 

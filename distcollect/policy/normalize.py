@@ -162,6 +162,7 @@ class Statistics:
         with self._lock:
             frozen = [moments.frozen(self._settings.epsilon) for moments in self._observations]
             self._frozen[version] = frozen
+            self._is_used = any(moments.count for moments in self._observations)
             self.normalizer.load(frozen)
 
     def renumber(self, version: int) -> None:
@@ -251,7 +252,9 @@ class Statistics:
     def normalized(self, frames: TensorDict) -> TensorDict:
         """Normalise raw frames, see :meth:`.DataCollectorBase.normalize`."""
         with self._lock:
-            new: TensorDict = _with(self.normalizer(frames), _REWARD, self._scaled)
+            new = self.normalizer(frames)
+            if not isinstance(new, torch.Tensor):  # the only observation
+                new = _with(new, _REWARD, self._scaled)
         return new
 
     def completed(self, weights: Any, *, has_models: bool) -> dict[str, torch.Tensor]:
@@ -271,10 +274,10 @@ class Statistics:
         return {f"{start}{name}": value for name, value in given.items()} | own
 
     def state_dict(self) -> dict[str, Any]:
-        """The statistics of all frames so far, as plain numbers."""
+        """The statistics of all frames so far, as plain numbers; and if any are frozen."""
         with self._lock:
             moments = [each.state() for each in self._moments]
-        return {"entries": self._names(), "moments": moments}
+        return {"entries": self._names(), "moments": moments, "is_used": self._is_used}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from such a state; what is frozen stays as it is.
@@ -305,7 +308,7 @@ class _Moments:
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         """Start without samples, each of which has this shape."""
-        self._count = 0
+        self.count = 0
         self._mean = torch.zeros(shape, dtype=torch.float64)
         self._squares = torch.zeros(shape, dtype=torch.float64)
 
@@ -320,10 +323,10 @@ class _Moments:
         if not (num := len(samples)):
             return
         squares = (samples - mean).square_().sum(0).cpu()
-        delta, total = mean.cpu() - self._mean, self._count + num
+        delta, total = mean.cpu() - self._mean, self.count + num
         self._mean += delta * (num / total)
-        self._squares += squares + delta.square() * (self._count * num / total)
-        self._count = total
+        self._squares += squares + delta.square() * (self.count * num / total)
+        self.count = total
 
     def frozen(self, epsilon: float) -> torch.Tensor:
         """Mean and deviation, the square root of variance plus ``epsilon``; 0 and 1 at the start.
@@ -331,18 +334,18 @@ class _Moments:
         Returns:
             float64 ``[2, *shape]``.
         """
-        if not self._count:
+        if not self.count:
             return torch.stack([self._mean, torch.ones_like(self._mean)])
-        deviation = (self._squares / self._count + epsilon).sqrt()
+        deviation = (self._squares / self.count + epsilon).sqrt()
         return torch.stack([self._mean, deviation])
 
     def state(self) -> list[Any]:
         """Return count, mean and sum of squares as plain numbers."""
-        return [self._count, self._mean.tolist(), self._squares.tolist()]
+        return [self.count, self._mean.tolist(), self._squares.tolist()]
 
     def load(self, state: Sequence[Any]) -> None:
         """Continue from such a state."""
-        self._count, *rest = state
+        self.count, *rest = state
         self._mean, self._squares = (torch.tensor(each, dtype=torch.float64) for each in rest)
 
 

@@ -28,6 +28,8 @@ from distcollect.rollout.spaces import (
 
 log = logging.getLogger(__name__)
 
+_LOG_PROBS = ("action_log_prob", "sample_log_prob")  # TorchRL's names, the second the older one
+
 
 class _Column(NamedTuple):
     """An entry of what the policy returns: its name there, its leaf, its shape for all envs."""
@@ -166,11 +168,7 @@ class OutputReader:
     def _sample(self, distribution: Distribution) -> tuple[torch.Tensor, torch.Tensor]:
         """Return an action of the distribution, and its log-probability."""
         if self._is_noisy:
-            raise PolicyError(
-                f"the policy returned a distribution, {type(distribution).__name__}, but gets "
-                "exploration noise, and action_log_prob would not be that of the action: return "
-                "its mode or mean, or leave out the noise, as a distribution explores by itself"
-            )
+            raise _noisy(f"returned a distribution, {type(distribution).__name__},")
         action = self._exploration.choose(distribution)
         if self._columns is None and Exploration.DETERMINISTIC.find_action(distribution) is None:
             log.warning(
@@ -216,6 +214,8 @@ class OutputReader:
             key = _key(name)
             if key in known:
                 continue
+            if self._is_noisy and key[-1] in _LOG_PROBS:
+                raise _noisy(f"writes {'.'.join(key)!r}")
             if overlaps(key, taken) or key[0] in RESERVED:
                 raise PolicyError(
                     f"the policy writes {'.'.join(key)!r}, a name that is taken; rename it"
@@ -274,6 +274,14 @@ class OutputReader:
 
 def _has_tensors(parts: Sequence[Any]) -> bool:
     return any(isinstance(part, torch.Tensor) and part.ndim for part in parts)
+
+
+def _noisy(does: str) -> PolicyError:
+    return PolicyError(
+        f"the policy {does} but gets exploration noise, and the log-probability would not be that "
+        "of the action: return the mode or mean of a distribution, without log-probability, or "
+        "leave out the noise, as a distribution explores by itself"
+    )
 
 
 def _names(written: Mapping[Any, Any]) -> Iterable[Any]:

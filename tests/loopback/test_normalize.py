@@ -220,6 +220,15 @@ def test_a_checkpoint_goes_on_with_the_same_statistics(
         second.update_policy_weights_(policy)
         expected = reference.observations(example).float()
         torch.testing.assert_close(second.normalizer(example), expected, rtol=0, atol=1e-6)
+    with collector(IN_PROCESS, ENV, policy) as trained_in_place:
+        for _ in range(2):
+            trained_in_place.next()
+        state = trained_in_place.state_dict()
+        trained_in_place.next()  # it acts with the statistics of the first two
+        published = copy.deepcopy(trained_in_place.normalizer)
+    with collector(after, ENV, policy) as third:
+        third.load_state_dict(state)
+        assert torch.equal(third.normalizer(example), published(example))
     other = dc.Normalize(observations=False)
     for settings, error in ((None, "with the normalize="), (other, r"normalises \[\]")):
         with (
@@ -347,7 +356,7 @@ def test_a_replay_buffer_has_raw_frames() -> None:
         sample = buffer.sample(32)
         new = tested.normalize(sample)
         assert sample["observation"][:, :2].norm(dim=-1).sub(1).abs().max() < 1e-6
-        assert torch.equal(new["observation"], tested.normalizer(sample["observation"]))
+        assert torch.equal(new["observation"], tested.normalize(sample["observation"]))
         tested.start()
         while len(buffer) < 400:
             tested.update_policy_weights_()

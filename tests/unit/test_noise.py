@@ -68,6 +68,12 @@ def test_epsilon_greedy_takes_random_actions_of_any_space(action: str) -> None:
     assert not any(value.any() for value in fixed)  # they are the policy's own
 
 
+def test_random_actions_have_the_dtype_of_their_space() -> None:
+    greedy = dc.EpsilonGreedy(lambda x: x[:, 0] > 0, 1.0)
+    with collector_of(greedy, "MountainCar-v0") as collector:
+        assert collector.next()["action"].unique().tolist() == [0, 1, 2]
+
+
 @pytest.mark.parametrize("policy", [still, Still(), still_td], ids=["function", "module", "td"])
 def test_gaussian_noise_is_added_and_clipped(policy: Any) -> None:
     actions = actions_of(dc.GaussianNoise(policy, 1.0))
@@ -154,6 +160,11 @@ def test_wrappers_of_wrappers() -> None:
             "schedule .*raised TypeError.*policy_version=0, frames=0; .*a number",
         ),
         (
+            lambda: collector_of(dc.EpsilonGreedy(still, lambda version, frames: float("nan"))),
+            dc.PolicyError,
+            "returned nan at policy_version=0, frames=0; .* 0 or more",
+        ),
+        (
             lambda: collector_of(dc.GaussianNoise(pick, 0.1), "CartPole-v1"),
             dc.PolicyError,
             r"GaussianNoise needs .* not Discrete\(2\): use EpsilonGreedy",
@@ -164,6 +175,13 @@ def test_wrappers_of_wrappers() -> None:
             ),
             dc.PolicyError,
             "a distribution, Categorical, but gets exploration noise",
+        ),
+        (
+            lambda: collector_of(
+                dc.GaussianNoise(lambda x: (still(x), {"action_log_prob": x[:, 0]}), 0.1)
+            ),
+            dc.PolicyError,
+            "writes 'action_log_prob' but gets exploration noise",
         ),
     ],
 )
