@@ -153,13 +153,27 @@ class Prioritized:
             self._generations[index] = self._num_extended
         return index
 
+    def add(self, data: TensorDict) -> int:
+        """Add a single frame; returns the index that it was written to."""
+        return int(self.extend(data.unsqueeze(0)))
+
+    def empty(self) -> None:
+        """Remove all frames."""
+        with self._lock:
+            self._buffer.empty()
+            self._size = 0
+            self._generations.zero_()
+
     def sample(self, batch_size: int | None = None) -> TensorDict:
         """Sample frames ``[B]``; None: as many as the wrapped buffer's ``batch_size`` says.
 
         Raises:
+            ArgumentError: neither says how many.
             CollectorStateError: there are no frames.
         """
-        num = self._buffer.batch_size if batch_size is None else batch_size
+        num = getattr(self._buffer, "batch_size", None) if batch_size is None else batch_size
+        if num is None:
+            raise ArgumentError("sample(): give batch_size here, or where the buffer is made")
         with self._lock:
             if not self._size:
                 raise CollectorStateError("this buffer has no frames to sample yet")

@@ -32,6 +32,9 @@ class Ring:
         self.added += len(frames)
         return index
 
+    def empty(self) -> None:
+        self.added = 0
+
     def __getitem__(self, index: torch.Tensor) -> TensorDict:
         assert self.frames is not None
         return self.frames[index]
@@ -93,12 +96,21 @@ def test_the_priority_of_a_frame_that_is_gone_is_ignored(buffer_of: Any) -> None
     buffer = dc.Prioritized(buffer_of(4), alpha=1.0)
     buffer.extend(frames(0, 1, 2, 3))
     sample = buffer.sample(1000)
-    buffer.extend(frames(4, 5))  # in place of 0 and 1
+    buffer.add(frames(4)[0])  # in place of 0
+    buffer.extend(frames(5))
     sample["td_error"] = torch.full((1000,), 0.01)
     assert buffer.update_tensordict_priority(sample) == (sample["number"] >= 2).sum()
     assert shares(buffer, 6) == pytest.approx(
         [0, 0, 0.01 / 2.02, 0.01 / 2.02, 1 / 2.02, 1 / 2.02], abs=0.01
     )
+    sample = buffer.sample(10)
+    buffer.empty()
+    sample["td_error"] = torch.ones(10)
+    assert buffer.update_tensordict_priority(sample) == 0
+    with pytest.raises(dc.CollectorStateError, match="no frames to sample"):
+        buffer.sample(1)
+    buffer.extend(frames(6))
+    assert buffer.sample(1)["number"] == 6
 
 
 @BUFFERS
@@ -130,6 +142,7 @@ def test_while_frames_are_added(buffer_of: Any, limited: bool) -> None:
         (lambda: dc.Prioritized(Buffer()), r"must have extend\(\) and buffer\[indices\]"),
         (lambda: dc.Prioritized(dc.RateLimited(torchrls(8), 1.0)), r"RateLimited\(Prioritized"),
         (lambda: dc.Prioritized(Ring(8), alpha=-1), "alpha=-1.*0 or more"),
+        (lambda: dc.Prioritized(Ring(8)).sample(), "give batch_size"),
         (lambda: dc.Prioritized(NoIndices(8)).extend(frames(0)), "returned None.* indices"),
     ],
 )
