@@ -8,6 +8,7 @@ import math
 import os
 import random
 import re
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -192,7 +193,8 @@ class Checkpoint:
         for part in self._parts.values():
             if (publish := getattr(part, "update_policy_weights_", None)) is not None:
                 _publish(publish)
-        self._best_result = saved.get("best", _NO_RESULT)
+        best, best_result = saved.get("best", (None, _NO_RESULT))
+        self._best_result = best_result if best == self._best else _NO_RESULT
         if "random" in saved and identity().trainer == 0:
             _set_random_states(saved["random"])
         log.info("continuing from %s", path)
@@ -216,13 +218,11 @@ class Checkpoint:
             name: part if isinstance(part, dict) else part.state_dict()
             for name, part in self._parts.items()
         }
-        result = self._result()
-        is_best = result > self._best_result
-        self._best_result = max(result, self._best_result)
+        best_result = max(self._result(), self._best_result)
         saved = {
             "format": _FORMAT,
             "parts": states,
-            "best": self._best_result,
+            "best": (self._best, best_result),
             "random": _random_states(),
         }
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -231,8 +231,9 @@ class Checkpoint:
             file.flush()
             _check_loadable(Path(file.name), states)
             self._keep_older()
-        if is_best:
+        if best_result > self._best_result:
             _link(self.path, self.best_path)
+        self._best_result = best_result
         self._saved_at = time.monotonic()
 
     def _beside(self, end: str) -> Path:
@@ -336,7 +337,10 @@ def _link(path: Path, other: Path) -> None:
     """Give a file a second name, which another file may have; a copy would take its time."""
     draft = other.with_name(f".{other.name}.{os.getpid()}")
     draft.unlink(missing_ok=True)
-    os.link(path, draft)
+    try:
+        os.link(path, draft)
+    except OSError:  # some file systems, such as those of object stores, have no links
+        shutil.copyfile(path, draft)
     draft.replace(other)
 
 

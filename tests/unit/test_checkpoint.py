@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -92,7 +93,9 @@ class Constant(nn.Module):
         return self.value.expand(len(observation), 1)
 
 
-def test_the_last_files_and_the_best_are_kept(tmp_path: Path) -> None:
+def test_the_last_files_and_the_best_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Evaluations count more than what training saw, and the best is known after a restart."""
 
     def train(collector: Any, values: tuple[float, ...]) -> list[bool]:
@@ -130,6 +133,24 @@ def test_the_last_files_and_the_best_are_kept(tmp_path: Path) -> None:
         checkpoint = dc.Checkpoint(tmp_path / "c.pt", **kwargs, **parts)
         assert checkpoint.load()
         assert train(collector, (4.5, 6.0)) == [False, True]
+        progress["unknown"] = Path("a")
+        with pytest.raises(dc.ArgumentTypeError, match="state of progress could not be loaded"):
+            train(collector, (7.0,))
+        del progress["unknown"]
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "link", no_links)
+            assert checkpoint.step(), "the best one was not saved"
+    monitor = dc.Monitor(metrics={"reward": ("next", "reward")})
+    with dc.SyncDataCollector(Echo, policy, frames_per_batch=4, monitor=monitor) as collector:
+        parts["collector"] = collector
+        checkpoint = dc.Checkpoint(tmp_path / "c.pt", **{**kwargs, "best": "reward"}, **parts)
+        assert checkpoint.load(checkpoint.best_path)
+        assert policy.value.item() == 7.0
+        assert train(collector, (2.0,)) == [True], "compared with the best return"
+
+
+def no_links(*_: object) -> None:
+    raise PermissionError("links are not permitted")
 
 
 def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
