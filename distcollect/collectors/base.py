@@ -678,12 +678,12 @@ class DataCollectorBase(ABC):
         each.
 
         Args:
-            values: finite numbers by name: floats, ints, or tensors without dimensions. A name has
-                letters, digits and ``_ . / -``.
+            values: numbers by name: floats, ints, or tensors without dimensions; NaN too. A name
+                has letters, digits and ``_ . / -``.
             step: where TensorBoard plots them; None: at the number of frames.
 
         Raises:
-            ArgumentError: a name or a number can't be plotted; nothing was logged.
+            ArgumentError: a name can't be plotted; nothing was logged.
             ArgumentTypeError: a value is no number, or ``step`` no whole number.
             CollectorStateError: the collector was shut down.
         """

@@ -67,7 +67,7 @@ def checked_scalars(values: object) -> dict[str, float]:
     """The user's own numbers by name, as Python's.
 
     Raises:
-        ArgumentError: a name or a number can't be plotted.
+        ArgumentError: a name can't be plotted.
         ArgumentTypeError: ``values`` is no dict of numbers by name.
     """
     if not isinstance(values, Mapping):
@@ -90,8 +90,6 @@ def checked_scalars(values: object) -> dict[str, float]:
                 f"{what}: {given!r} is no number: pass a float, an int or a tensor without "
                 "dimensions, such as loss.mean()"
             )
-        if not math.isfinite(value):
-            raise ArgumentError(f"{what}: {value} can't be plotted: log finite numbers only")
         scalars[name] = value
     return scalars
 

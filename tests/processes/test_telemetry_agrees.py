@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import signal
 import sys
@@ -75,7 +76,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
                 killed = None
                 while killed is None or not _was_told_of_both(told, killed):
                     batch = collector.next(timeout_s=60)
-                    collector.log({"train/loss": torch.tensor(collector.frames / 8), "count": 7})
+                    loss = torch.tensor(collector.frames / 8)
+                    collector.log({"train/loss": loss, "count": 7, "diverged": math.nan})
                     collector.update_policy_weights_(policy)
                     of_one = int(batch["collector", "worker_id"][0]) == 1
                     if killed is None and of_one and len(told) > 3:
@@ -110,7 +112,8 @@ def test_the_last_line_is_the_collectors_own_account(run: Run) -> None:
         assert counts == sorted(counts)
     total = run.ledger.total
     assert total.open == 0
-    assert run.stats.logged == {"train/loss": run.stats.frames / 8, "count": 7}
+    logged = {"train/loss": run.stats.frames / 8, "count": 7, "diverged": math.nan}
+    assert repr(run.stats.logged) == repr(logged)
     assert total.delivered == run.stats.delivered == sum(run.stats.lag.frames.values())
     assert total.lost == run.stats.lost
     assert run.stats.num_restarts == 1
@@ -124,10 +127,10 @@ def test_top_says_the_same(run: Run, capsys: pytest.CaptureFixture[str]) -> None
         assert cli.main(["top", str(where), "--once"]) == 0
         said = capsys.readouterr().out
         assert said == f"{log_line(run.stats)}\n{run.bottleneck}\n"
-        assert f", logged: train/loss {run.stats.frames / 8:,.4g}, count 7" in said
+        assert f", logged: train/loss {run.stats.frames / 8:,.4g}, count 7, diverged nan" in said
     assert cli.main(["report", str(run.folder)]) == 0
     page = (run.folder / "report.html").read_text()
-    for name in run.stats.logged:
+    for name in ("train/loss", "count"):
         assert page.index(f"<h2>{name}: Logged") < page.index(f"<title>{name}: ")
 
 
@@ -147,7 +150,7 @@ def test_tensorboard_reads_it(run: Run) -> None:
     events = event_accumulator.EventAccumulator(str(run.folder), size_guidance=everything)
     events.Reload()
     tags = set(events.Tags()["scalars"])
-    groups = {"collector", "trainer_share", "worker_share", "metrics", "train", "count"}
+    groups = {"collector", "trainer_share", "worker_share", "metrics", "train", "count", "diverged"}
     assert {tag.partition("/")[0] for tag in tags} == groups
     assert events.Scalars("metrics/return")[-1].value == 2.0
     # Each call of log() is there, though several lie between two snapshots.
