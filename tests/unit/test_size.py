@@ -14,7 +14,7 @@ from helpers.paths import ROOT
 
 PACKAGE = ROOT / "distcollect"
 LONGEST_MODULE = 450
-LIMITS = {PACKAGE: 26_440, PACKAGE / "commands": 1_983, ROOT / "tests": 33_320}
+LIMITS = {PACKAGE: 26_442, PACKAGE / "commands": 1_983, ROOT / "tests": 33_325}
 
 
 def code_lines(path: Path) -> int:
