@@ -132,7 +132,7 @@ class Engine(EngineBase):
                 array.fill(0)
         with policy.exploring():
             self._loop.fill(slab, policy, fresh=fresh)
-        check_actions(self.envs, slab.action.values(), slab.traj_ids >= 0)
+        check_actions(self.envs, slab.action.values(), slab.traj_ids >= 0, slab.root)
         if self._finite is not None:
             self._finite.check(slab)
         self.step_timer.collected(slab, self._trajectories.rests_in(slab.traj_ids))

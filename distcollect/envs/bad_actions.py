@@ -16,18 +16,23 @@ if TYPE_CHECKING:
 
 
 def check_actions(
-    envs: EnvBatch, actions: Iterable[np.ndarray], are_real: np.ndarray | None = None
+    envs: EnvBatch,
+    actions: Iterable[np.ndarray],
+    are_real: np.ndarray | None = None,
+    observation: Arrays | None = None,
 ) -> None:
-    """Refuse actions that no env can take. The bounds of a Box don't count.
+    """Refuse actions that no env can take. The bounds of a Box, and absent agents, don't count.
 
     Args:
         envs: the envs.
         actions: ``[n, *shape]`` or ``[n, T, *shape]`` for each leaf.
         are_real: bool ``[n]`` or ``[n, T]``: the actions to check; None: all.
+        observation: for which the actions were chosen; None: that of now.
 
     Raises:
         PolicyError: one is outside of a space of whole numbers, or NaN or infinite.
     """
+    observation = envs.obs if observation is None else observation
     parts = (part for _, part in leaf_spaces(envs.action_space))
     for part, array, leaf in zip(parts, actions, envs.action_leaves, strict=True):
         limits = limits_of(part)
@@ -38,6 +43,9 @@ def check_actions(
             low, high = limits
             is_wrong = (array < low) | (array > high)
             wanted = f"numbers from {low} to {high}"
+        mask = observation.get((leaf.key[0], "mask"))
+        if mask is not None and envs.outcome_leaves:  # a group of PettingZooEnv
+            is_wrong = (is_wrong.T & mask.T).T
         if not is_wrong.any():
             continue
         num_lead = array.ndim - len(leaf.shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,24 @@ def test_a_policy_that_writes_the_rewards_of_agents() -> None:
 
     with pytest.raises(dc.PolicyError, match=r"'ant\.reward', a name that is taken"):
         dc.SyncDataCollector(Lives, TensorDictModule(choose, **keys), frames_per_batch=4)
+
+
+@pytest.mark.parametrize("kind", ["absent", "present"])
+def test_actions_of_absent_agents_may_be_anything(kind: str) -> None:
+    def act(ants: torch.Tensor, bees: torch.Tensor) -> Any:
+        ants = ants if kind == "absent" else ~ants
+        chosen = torch.zeros(*ants.shape, 3).masked_fill(~ants.unsqueeze(-1), torch.nan)
+        return chosen, bees.long() - 1 + bees
+
+    keys: Any = {"in_keys": [("ant", "mask"), ("bee", "mask")]}
+    keys["out_keys"] = [("ant", "action"), ("bee", "action")]
+    make = partial(dc.SyncDataCollector, Lives, TensorDictModule(act, **keys), frames_per_batch=9)
+    if kind == "absent":
+        with make() as collector:
+            assert collector.next()["ant", "action"].isnan().any()
+    else:
+        with pytest.raises(dc.PolicyError, match=r"nan.* must return finite numbers"):
+            make()
 
 
 def test_seeds() -> None:

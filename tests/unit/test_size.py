@@ -14,7 +14,7 @@ from helpers.paths import ROOT
 
 PACKAGE = ROOT / "distcollect"
 LONGEST_MODULE = 450
-LIMITS = {PACKAGE: 26_442, PACKAGE / "commands": 1_983, ROOT / "tests": 33_325}
+LIMITS = {PACKAGE: 26_450, PACKAGE / "commands": 1_983, ROOT / "tests": 33_345}
 
 
 def code_lines(path: Path) -> int:
