@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import multiprocessing.util
+import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -32,6 +34,13 @@ hypothesis.settings.register_profile(
     "long", max_examples=1000, stateful_step_count=40, print_blob=True, **_common
 )
 hypothesis.settings.load_profile("short")
+
+# These tests, and the processes that they start, then work as with a torch without RPC.
+if os.environ.get("DISTCOLLECT_TEST_WITHOUT_RPC") == "1":
+    without_rpc = TESTS / "helpers" / "without_rpc"
+    before = os.environ.get("PYTHONPATH", "")
+    os.environ["PYTHONPATH"] = f"{without_rpc}{os.pathsep}{before}"
+    runpy.run_path(str(without_rpc / "sitecustomize.py"))
 
 _started: list[str] = []
 

@@ -19,6 +19,7 @@ from distcollect.launch.cpu_placement import num_cores
 from distcollect.launch.open_hosts import current
 from distcollect.net.tls import check_security
 from distcollect.transport import start
+from distcollect.transport.peer_ids import identity
 from distcollect.weights.updaters import WeightUpdaterBase
 
 
@@ -76,7 +77,8 @@ class WorkerOptions(CollectorOptions):
             workers, if each batch is followed by one. Once a worker dies, batches differ.
         evaluation: how many of the workers evaluate the policy instead of collecting.
         transport: by what the workers are called: "rpc", torch's RPC, or "tcp", the connections by
-            which they join; None: what DISTCOLLECT_TRANSPORT says, else "rpc".
+            which they join; None: what DISTCOLLECT_TRANSPORT says, else "tcp" where all workers
+            are local, and "rpc" where they may be on other hosts.
     """
 
     create_env_fn: EnvMaker | Sequence[EnvMaker] = field(kw_only=False)
@@ -206,7 +208,14 @@ class WorkerOptions(CollectorOptions):
         Raises:
             ArgumentError: there is no such transport, or it can't be used here.
         """
-        return start.chosen(self.transport)
+        is_alone = identity().num_trainers == 1
+        # For local workers, then nothing listens.
+        name = start.chosen(self.transport, start.TCP if self.is_local and is_alone else start.RPC)
+        if name == start.TCP and not is_alone:
+            raise ArgumentError(
+                f"transport={name!r}: several trainers need {start.RPC!r}, to hand rollouts over"
+            )
+        return name
 
     @property
     def masked_bound(self) -> Staleness | None:

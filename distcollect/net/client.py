@@ -231,13 +231,11 @@ class ControlConnection:
         while True:
             while self._soon:
                 self.send(self._soon.popleft())
-            events = selectors.EVENT_READ
-            if self._outbox.send():
-                events |= selectors.EVENT_WRITE
+            unsent = selectors.EVENT_WRITE if self._outbox.send() else 0
             with contextlib.suppress(BlockingIOError):
                 return self._reader.receive(self.sock)
-            if events != self._selector.get_key(self.sock).events:
-                self._selector.modify(self.sock, events)
+            if unsent != self._selector.get_key(self.sock).events & selectors.EVENT_WRITE:
+                self._selector.modify(self.sock, selectors.EVENT_READ | unsent)
             for key, _ in self._selector.select():
                 if key.fileobj is self._wake:
                     self._wake.recv(_WAKEUP_BYTES)

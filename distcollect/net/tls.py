@@ -31,10 +31,10 @@ log = logging.getLogger(__name__)
 SECURITY = "DISTCOLLECT_SECURITY"
 TLS, TOKEN = "tls", "token"
 _CERT, _KEY, _CA = "DISTCOLLECT_TLS_CERT", "DISTCOLLECT_TLS_KEY", "DISTCOLLECT_TLS_CA"
-_OPENSSL_TIMEOUT_S = 30.0
+_LIMIT_S = 30.0
 _DAYS = 3650
-# What is encrypted by one call, while which nobody else can use the connection.
-_MOST_BYTES = 65536
+# What is encrypted or decrypted by one call, while which nobody else can use the connection.
+_MOST_BYTES = 128 * 1024
 
 
 class TlsSocket:
@@ -75,7 +75,18 @@ class TlsSocket:
         return self._call(self._sock.recv, num_bytes)
 
     def recv_into(self, buffer: memoryview) -> int:
-        return self._call(self._sock.recv_into, buffer)
+        return self._call(self._fill, buffer[:_MOST_BYTES])
+
+    def _fill(self, buffer: memoryview) -> int:
+        """Read records of TLS, each of 16 KiB at most, while there are any."""
+        num_bytes = 0
+        try:
+            while num_bytes < len(buffer) and (num := self._sock.recv_into(buffer[num_bytes:])):
+                num_bytes += num
+        except ssl.SSLWantReadError:
+            if not num_bytes:
+                raise
+        return num_bytes
 
     def sendmsg(self, buffers: Sequence[memoryview]) -> int:
         """Send of the first buffer; after a BlockingIOError it has to be the same again."""
@@ -227,9 +238,7 @@ def _made_by_openssl() -> bytes:
     command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes"
     command += f" -keyout /dev/stdout -subj /CN=distcollect -days {_DAYS}"
     try:
-        made = subprocess.run(
-            command.split(), capture_output=True, timeout=_OPENSSL_TIMEOUT_S, check=True
-        )
+        made = subprocess.run(command.split(), capture_output=True, timeout=_LIMIT_S, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         why = f"a certificate needs the package cryptography, or openssl ({error})"
         raise OSError(why) from error

@@ -9,7 +9,6 @@ from typing import Any
 
 from distcollect.errors import ArgumentError
 from distcollect.net.client import ControlConnection
-from distcollect.transport.peer_ids import identity
 from distcollect.transport.protocol import Server, Service, Transport
 from distcollect.transport.tcp import TcpTransport
 from distcollect.transport.tcp_server import TcpServer
@@ -29,8 +28,12 @@ def _rpc(module: str) -> Any:
     return importlib.import_module(f"distcollect.transport.{module}")
 
 
-def chosen(wanted: str | None) -> str:
-    """Return the name of the transport: what is ``wanted``, or else what the environment says.
+def chosen(wanted: str | None, default: str = RPC) -> str:
+    """Return the name of the transport.
+
+    Args:
+        wanted: by the user; None: what the environment says.
+        default: where neither says anything.
 
     Raises:
         ArgumentError: there is no such transport, or it can't be used here.
@@ -39,9 +42,7 @@ def chosen(wanted: str | None) -> str:
     value = wanted or os.environ.get(TRANSPORT)
     if value not in (None, "", RPC, TCP):
         raise ArgumentError(f"{name}: must be {RPC!r} or {TCP!r}")
-    if value == TCP:
-        if identity().num_trainers > 1:
-            raise ArgumentError(f"{name}: several trainers need {RPC!r}, to hand rollouts over")
+    if (value or default) == TCP:
         return TCP
     try:
         missing: list[str] = _rpc("rpc_agents").missing_symbols()

@@ -87,10 +87,8 @@ class _Peer:
         except Exception as error:  # noqa: BLE001 - raised where the answer is waited for
             self._pending.complete(answer, error=error)
             return
-        if isinstance(outcome, Failure):
-            self._pending.complete(answer, error=outcome.error())
-        else:
-            self._pending.complete(answer, outcome)
+        failure = outcome.error() if isinstance(outcome, Failure) else None
+        self._pending.complete(answer, outcome, failure)
 
     def ended(self) -> None:
         self._pending.fail(self.peer)

@@ -14,7 +14,7 @@ from helpers.paths import ROOT
 
 PACKAGE = ROOT / "distcollect"
 LONGEST_MODULE = 450
-LIMITS = {PACKAGE: 26_450, PACKAGE / "commands": 1_983, ROOT / "tests": 33_345}
+LIMITS = {PACKAGE: 26_460, PACKAGE / "commands": 1_983, ROOT / "tests": 33_380}
 
 
 def code_lines(path: Path) -> int:

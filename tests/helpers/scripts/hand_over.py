@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 import distcollect as dc
+from distcollect.transport.copying import Copier
 from distcollect.transport.peer_ids import TRAJ_IDS_PER_PEER
 from distcollect.transport.protocol import INLINE_BYTES
-from distcollect.transport.rpc import RpcTransport
 
 SOON_S = 60
 FRAMES = 50
@@ -53,15 +53,13 @@ received = []
 
 def count_received():
     """Record the bytes of rollouts that arrive in this process."""
-    copy = RpcTransport._copy
+    copy = Copier.deliver
 
-    def counting(self, *args):
-        *_, sent, error = args
-        if error is None:
-            received.append(sum(tensor.nbytes for tensor in sent))
-        copy(self, *args)
+    def counting(self, peer, memory, sent, deliver):
+        received.append(sum(tensor.nbytes for tensor in sent))
+        copy(self, peer, memory, sent, deliver)
 
-    RpcTransport._copy = counting
+    Copier.deliver = counting
 
 
 def wait_until(condition):

@@ -247,7 +247,7 @@ def scanned():
 
 def touched():
     """A stray connection to each port of this process; it ends there."""
-    with collector() as open_collector:
+    with collector(transport="rpc") as open_collector:
         open_collector.next()
         note("touched", {"started": descendants(os.getpid())})
         for port in listening_ports(os.getpid()):

@@ -27,7 +27,7 @@ def main():
         other.join()
 
     try:
-        dc.MultiSyncDataCollector("CartPole-v1", frames_per_batch=16, num_workers=1).shutdown()
+        dc.RPCDataCollector("CartPole-v1", frames_per_batch=16, num_workers=1).shutdown()
     except dc.CollectorStateError as error:
         sys.exit(f"CollectorStateError: {error}")
 
