@@ -62,8 +62,9 @@ class Normalizer(nn.Module):
             leaves = [each for each in by_key.values() if wanted and each.dtype.is_floating_point]
             missing = [*by_key] if wanted and not leaves else []
         else:
-            leaves = [by_key[as_key(key)] for key in wanted if as_key(key) in by_key]
-            missing = [as_key(key) for key in wanted if as_key(key) not in by_key]
+            keys = {as_key(key) for key in wanted}  # each once
+            leaves = [leaf for key, leaf in by_key.items() if key in keys]
+            missing = [*keys.difference(by_key)]
         if missing:
             known = ", ".join(map(str, by_key.values()))
             raise ArgumentError(

@@ -243,7 +243,7 @@ def test_a_checkpoint_goes_on_with_the_same_statistics(
     [
         (True, {("robot", "arm")}),
         ([("robot", "arm"), "pixels"], {("robot", "arm"), ("pixels",)}),
-        (["goal"], {("goal",)}),
+        (["goal", ("goal",)], {("goal",)}),
         (False, set()),
     ],
 )
