@@ -319,7 +319,8 @@ class Monitor(_Settings):
         is_whole = isinstance(port, int) and not isinstance(port, bool)
         self._check("prometheus_port", is_whole, "must be a whole number", is_type=True)
         self._check("prometheus_port", 0 <= port < 1 << 16, "must be from 0 to 65535")
-        is_path = isinstance(self.run_dir, str | os.PathLike | None)
-        self._check("run_dir", is_path, "must be a folder's path", is_type=True)
+        for name, what in (("run_dir", "a folder's path"), ("trace", "a file's path")):
+            is_path = isinstance(getattr(self, name), str | os.PathLike | None)
+            self._check(name, is_path, f"must be {what}", is_type=True)
         is_file = self.run_dir is not None and Path(self.run_dir).is_file()
         self._check("run_dir", not is_file, "is a file; name a folder, new or not")

@@ -53,6 +53,10 @@ _TYPES: _Rules = {
     "pre_collect_hook": (callable, "a function"),
     "post_collect_hook": (callable, "a function"),
     "init_fn": (callable, "a function"),
+    "info_keys": (
+        lambda value: not isinstance(value, str),
+        "a list of names, such as ['success'], or a dict from names to spaces",
+    ),
     "replay_buffer": (
         lambda value: isinstance(value, ReplayBuffer) and not isinstance(value, MutableSequence),
         "an object with a method extend(frames) for a TensorDict [F], as TorchRL's buffers are",

@@ -371,7 +371,8 @@ def _serve_loop(pipe: Connection, made: bytes) -> None:
 
 def table(found: Sequence[Measured]) -> str:
     """A row for each size, and below them what the collectors are bound by, in words."""
-    rows = [["workers", "envs", "bare loop", "collector", "ratio", "min .. max", "bound by"]]
+    head = ("workers", "envs", "bare loop/s", "collector/s", "ratio", "min .. max", "bound by")
+    rows = [list(head)]
     notes = []
     for size in found:
         workers = str(size.workers) if size.workers else "in process"

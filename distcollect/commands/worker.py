@@ -53,6 +53,8 @@ def run(given: argparse.Namespace) -> int:
         ArgumentError: the address or the token is missing or malformed.
         LaunchError: the trainer can't be reached, or refused.
     """
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("distcollect").setLevel(logging.INFO)
     if given.run_folder is not None:
         return _join_run(RunFolder(given.run_folder), given)
     trainer = TrainerAddress(*host_and_port("--join", given.join), _token(given.token_file))
@@ -77,6 +79,7 @@ def _serve(
 ) -> None:
     placement = CpuPlacement(None, num_threads)
     supervise(find, rank=None, placement=placement, timeout_s=timeout_s, patience_s=patience_s)
+    log.info("the trainer needs this worker no more")
 
 
 def _join_run(folder: RunFolder, given: argparse.Namespace) -> int:
@@ -90,11 +93,11 @@ def _join_run(folder: RunFolder, given: argparse.Namespace) -> int:
     if (script_folder := folder.settings.get("script_folder")) is not None:
         # Python puts it first for the script too, whose modules stand beside it.
         sys.path.insert(0, script_folder)
-    log.warning("waiting up to %g s for the trainer of %s", wait_s, folder.path)
+    log.info("waiting up to %g s for the trainer of %s", wait_s, folder.path)
     try:
         _serve(lambda: TrainerAddress(*folder.address(), token), given.threads, wait_s, wait_s)
     except RunOver as error:
-        log.warning("the run is over: %s", error)
+        log.info("the run is over: %s", error)
     except LaunchError as error:
         state = folder.read("trainer.json")
         if state is None:

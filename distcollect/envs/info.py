@@ -9,7 +9,7 @@ import numpy as np
 from gymnasium import spaces
 
 from distcollect.envs.base import InfoKeys, Space, describe
-from distcollect.errors import ArgumentError, ArgumentTypeError, EnvError, SpaceError
+from distcollect.errors import ArgumentError, EnvError, SpaceError
 from distcollect.rollout.spaces import RESERVED, leaf_spaces, leaves_of
 
 EPISODE = "episode"
@@ -42,15 +42,9 @@ def space_of_info(
 
     Raises:
         ArgumentError: the name of an entry is taken, or its space can't be inferred.
-        ArgumentTypeError: ``info_keys`` is a string.
         EnvError: the env raised while it was tried.
         SpaceError: the space of an entry contains a Tuple.
     """
-    if isinstance(info_keys, str):
-        raise ArgumentTypeError(
-            f"info_keys={info_keys!r}: must be a list of names, such as ['success'], or a dict "
-            "from names to spaces"
-        )
     declared = info_keys if isinstance(info_keys, Mapping) else dict.fromkeys(info_keys or ())
     observed = {leaf.key[0] for leaf in leaves_of(observation_space, "observation")}
     for name in declared:

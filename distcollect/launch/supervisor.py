@@ -102,6 +102,7 @@ def supervise(
                 if rank is not None:
                     _fail(f"the trainer is gone (if by SIGABRT or SIGSEGV: {STRAY_CONNECTION})")
                 raise SystemExit("distcollect: the trainer is gone; this process ends") from None
+            log.info("joined the trainer at %s:%d", trainer.host, trainer.port)
             goodbye = _serve(connection, trainer, placement)
             if goodbye is not None and not goodbye.resumes:
                 if goodbye.failed and rank is not None:

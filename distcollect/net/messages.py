@@ -106,8 +106,6 @@ class WorkerHello(Hello):
 class SupervisorHello(Hello):
     """A supervisor joins; ``rank`` is its rank in the launch, None outside of a launch."""
 
-    role = "supervisor"
-
     rank: int | None
 
 

@@ -245,7 +245,10 @@ def _on_workers(wanted: float, stats: Stats, rest: float | None) -> str:
         )
     count = "many" if more == math.inf else f"about {more:.0f}"
     workers = "worker" if count == "about 1" else "workers"
+    num_workers = 0 if stats.in_process else len(_collecting(stats))
     where = "" if more == wanted else f": {stats.num_cores} cores have no room for others"
+    if 0 < stats.num_cores < num_workers + more and stats.times.cpu < _BUSY_CPU:
+        where = f", unless other processes keep the {stats.num_cores} cores busy"
     if stats.in_process:
         return f"A collector with workers could use {count} of them{where}."
     if rest is not None:

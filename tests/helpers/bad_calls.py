@@ -221,7 +221,7 @@ ARGUMENTS: list[Row] = [
     (lambda: dc.RateLimited(Extends(), 1, slack=-1), ARGUMENT, "slack=-1", "0 or more"),
     (lambda: dc.RateLimited(Extends(), 1, timeout_s=0), ARGUMENT, "timeout_s=0", "above 0"),
     (lambda: dc.RateLimited(Extends(), 1).sample(), STATE, "too few frames", r"start\(\)"),
-    (lambda: sync(info_keys="success"), KIND, "info_keys='success'", r"\['success'\]"),
+    (lambda: rpc(info_keys="success"), KIND, "^info_keys='success'", r"\['success'\]"),
     (lambda: sync(info_keys=["success"]), ARGUMENT, "'success'", "declare it: info_keys="),
     (lambda: sync(info_keys=["reward"]), ARGUMENT, "'reward'", "rename .* in a wrapper"),
     (lambda: sync(clip_actions=True), ARGUMENT, r"not Discrete\(2\)", "needs a Box"),
@@ -363,6 +363,7 @@ ARGUMENTS: list[Row] = [
     ),
     (lambda: dc.Monitor(run_dir=__file__), ARGUMENT, "bad_calls.py", "name a folder"),
     (lambda: dc.Monitor(run_dir=5), KIND, "run_dir=5", "folder's path"),  # type: ignore[arg-type]
+    (lambda: dc.Monitor(trace=5), KIND, "trace=5", "file's path"),  # type: ignore[arg-type]
     (lambda: dc.Monitor(tensorboard=True), ARGUMENT, "tensorboard=True", "run_dir="),
     (lambda: dc.Monitor(every_s=0), ARGUMENT, "every_s=0", "above 0"),
     (lambda: dc.Monitor(prometheus_port=70_000), ARGUMENT, "port=70000", "0 to 65535"),

@@ -396,8 +396,10 @@ def test_a_worker_joins_a_running_trainer_and_leaves_with_it(
         again = join(port)
         until(collector, checker, lambda: collector.num_workers == 3, JOIN_S)
     assert again.wait(END_S) == 0, again.communicate()[0]
-    for process in (joined, again):
-        process.communicate()
+    address = f"127.0.0.1:{port}"
+    said = [process.communicate()[0] for process in (joined, again)]
+    assert all(f"joined the trainer at {address}" in text for text in said)
+    assert "the trainer needs this worker no more" in said[1]
     assert set(balances(collector, checker)) <= {"shut_down", "worker_lost"}
     assert marked.gone(END_S), marked.left()
 

@@ -267,6 +267,11 @@ def test_cancel(cluster: SlurmCluster, capsys: pytest.CaptureFixture[str]) -> No
     more = ["submit", "--add-workers", str(folder), "--worker-jobs", "1"]
     assert main(more) == 2
     assert "is over: it was cancelled" in capsys.readouterr().err
+    (folder / "checkpoint.pt").write_text("saved")
+    resumed = cluster.new_folder()
+    submit(resumed, "--slurm", "hold", "--resume", folder)
+    assert (resumed / "checkpoint.pt").read_text() == "saved"
+    assert main(["cancel", str(resumed)]) == 0
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,8 @@ COMMANDS: list[tuple[str, str]] = [
     ("submit --time 0 five.py", "--time: '0': must be more than 0"),
     ("submit --add-workers run", "needs --worker-jobs"),
     ("submit --add-workers run --worker-jobs 1 five.py", "takes no script"),
-    ("submit --add-workers ended --worker-jobs 1", "is over: it is done. Submit its script again"),
+    ("submit --add-workers ended --worker-jobs 1", "it is done.* --resume .*ended goes on"),
+    ("submit --resume ended five.py", "ended: there is no checkpoint.pt, .* leave --resume out"),
     (
         "submit --add-workers run --worker-jobs 1",
         "no other worker can join.*again, with --worker-jobs",

@@ -30,7 +30,7 @@ _ENDED = _FAILED | {"COMPLETED", "CANCELLED", "PREEMPTED", "DEADLINE", "BOOT_FAI
 _HELD = "'scontrol release ID' lets it go on"
 _ADVICE = {
     "TIMEOUT": "it could not be requeued in time: ask for more --time, or a longer --notice",
-    "PREEMPTED": "this cluster doesn't requeue it: submit it again, or to another partition",
+    "PREEMPTED": "this cluster doesn't requeue it: submit it again with --resume RUN",
     "OUT_OF_MEMORY": "ask for more --mem-gb",
     "REQUEUE_HOLD": _HELD,
     "SPECIAL_EXIT": _HELD,

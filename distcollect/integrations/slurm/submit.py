@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
+import shutil
 import sys
 import time
 from collections.abc import Mapping
@@ -30,6 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "runs/SCRIPT-TIME in the working folder)", type=Path)  # fmt: skip
     add("--add-workers RUN", "add worker jobs to the run in this folder, instead of submitting a "
         "script", type=Path)  # fmt: skip
+    add("--resume RUN", "continue from the checkpoint.pt in the folder of this run, which has "
+        "ended", type=Path)  # fmt: skip
     add("--name NAME", "of the jobs in SLURM's queue (default: the script's)")
 
     job = parser.add_argument_group("the trainer's job")
@@ -103,6 +107,7 @@ def run(given: argparse.Namespace) -> int:
             "would be told to end when it begins; ask for more --time, or a shorter --notice"
         )
     command = [sys.executable, "-u", str(script), *given.arguments]
+    saved = None if given.resume is None else _saved(given.resume)
     settings = {
         "name": name,
         "command": command,
@@ -120,7 +125,24 @@ def run(given: argparse.Namespace) -> int:
         jobs.append(_worker_job(given, folder, settings))
     if not given.dry_run:
         check_folder(folder.path, trusted=given.trust_folder)
-    return _submit(given, jobs, is_new=True)
+    return _submit(given, jobs, saved)
+
+
+def _saved(earlier: Path) -> Path:
+    """Return the file from which a run continues, of an earlier run."""
+    folder = RunFolder(earlier)
+    saved = folder.path / "checkpoint.pt"
+    if not saved.is_file():
+        raise ArgumentError(
+            f"--resume {earlier}: there is no {saved.name}, which Checkpoint(...) writes to the "
+            "run folder if it is given no path; with a path of its own, leave --resume out"
+        )
+    if (folder.read("trainer.json") or {}).get("state", ENDED) != ENDED:
+        raise ArgumentError(
+            f"--resume {earlier}: its trainer has not said that it ended: 'distcollect status "
+            f"{earlier}' shows its job, 'distcollect cancel {earlier}' ends it"
+        )
+    return saved
 
 
 def _add_workers(given: argparse.Namespace) -> int:
@@ -135,15 +157,15 @@ def _add_workers(given: argparse.Namespace) -> int:
     said = folder.read("trainer.json") or {}
     if said.get("state") == ENDED:
         raise ArgumentError(
-            f"the run in {folder.path} is over: {said.get('why')}. Submit its script again; with a "
-            "Checkpoint it goes on from what was saved"
+            f"the run in {folder.path} is over: {said.get('why')}. Submit its script again; "
+            f"--resume {folder.path} goes on from what its Checkpoint saved"
         )
     if not settings["num_workers"] and settings["num_tasks"] == 1:
         raise ArgumentError(
             f"the run in {folder.path} was submitted as one task that starts its own workers: "
             "no other worker can join it. Submit its script again, with --worker-jobs"
         )
-    return _submit(given, [_worker_job(given, folder, settings)], is_new=False)
+    return _submit(given, [_worker_job(given, folder, settings)])
 
 
 def check_folder(path: Path, *, trusted: bool) -> None:
@@ -167,12 +189,16 @@ def check_folder(path: Path, *, trusted: bool) -> None:
         )
 
 
-def _submit(given: argparse.Namespace, jobs: list[Job], *, is_new: bool) -> int:
-    """Submit the jobs of a run that is new, or has others, or show them."""
+def _submit(given: argparse.Namespace, jobs: list[Job], saved: Path | None = None) -> int:
+    """Submit the jobs of a run that is new, or has others, or show them.
+
+    A new run continues from the file ``saved``.
+    """
     if given.dry_run:
         for job in jobs:
             who, times = job.about
-            print(f"# {who}: {job.num_tasks} task(s){times}\n{job.sbatch_file}")
+            print(f"# {who}: {job.num_tasks} task(s){times}\n# {shlex.join(job.command)}")
+            print(job.sbatch_file)
         return 0
     check_slurm()
     for job in () if given.no_check else jobs:
@@ -185,8 +211,10 @@ def _submit(given: argparse.Namespace, jobs: list[Job], *, is_new: bool) -> int:
                 "'sinfo' shows what the cluster has; --no-check submits anyway"
             )
     folder = jobs[0].folder
-    if is_new:
+    if given.add_workers is None:
         folder.create(dict(jobs[0].settings))
+    if saved is not None:
+        shutil.copy2(saved, folder.path)
     for job in jobs:
         who, times = job.about
         print(f"{who}: job {job.submit()}{times}", flush=True)
