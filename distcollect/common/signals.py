@@ -69,16 +69,24 @@ def check() -> None:
         KeyboardInterrupt: Ctrl-C was noted.
         Interrupted: this process was asked to end, and :func:`watch` called. The state is saved.
     """
-    global _is_noted, _save_and_exit  # noqa: PLW0603
+    global _save_and_exit
     if not (_is_noted or _requested) or not _is_main_thread():
         return
     if _is_noted:
-        _is_noted = False
-        raise KeyboardInterrupt
+        _interrupt()
     if _save_and_exit is not None:
         # Once: what follows, such as closing the collectors, waits as well.
         save_and_exit, _save_and_exit = _save_and_exit, None
         save_and_exit()
+
+
+def _interrupt() -> NoReturn:
+    """Raise KeyboardInterrupt, the answer to every Ctrl-C so far."""
+    global _is_noted, _requested  # noqa: PLW0603
+    _is_noted = False
+    if _requested == signal.SIGINT.name:
+        _requested = ""
+    raise KeyboardInterrupt
 
 
 def _is_main_thread() -> bool:
@@ -170,8 +178,7 @@ def _on_ctrl_c(_number: int, frame: FrameType | None) -> None:
     if not _open:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if not _open or _is_users(frame):
-        _is_noted = False
-        raise KeyboardInterrupt
+        _interrupt()
     if not _is_noted:
         _is_noted = True
         with contextlib.suppress(RuntimeError):  # at exit, Python 3.12 starts no threads
@@ -233,16 +240,14 @@ def end() -> NoReturn:
         KeyboardInterrupt: it was Ctrl-C. In a notebook the user may go on after that.
         Interrupted: it was another one.
     """
-    global _requested  # noqa: PLW0603
     if _requested == signal.SIGINT.name:
-        _requested = ""
-        raise KeyboardInterrupt
+        _interrupt()
     raise Interrupted
 
 
 def _note(number: int, frame: FrameType | None) -> None:
     global _requested  # noqa: PLW0603
-    if number == signal.SIGINT and _requested:
+    if number == signal.SIGINT and (_requested or _is_again):
         _on_ctrl_c(number, frame)
         return
     _requested = signal.Signals(number).name

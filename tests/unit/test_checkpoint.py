@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,24 @@ def test_the_last_files_and_the_best_are_kept(
 
 def no_links(*_: object) -> None:
     raise PermissionError("links are not permitted")
+
+
+class Pressed(Counter):
+    """Ctrl-C is pressed while this is saved."""
+
+    def state_dict(self) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return super().state_dict()
+
+
+def test_ctrl_c_pressed_again_saves_nothing(tmp_path: Path) -> None:
+    with dc.SyncDataCollector(Echo, None, frames_per_batch=4) as collector:
+        checkpoint = dc.Checkpoint(tmp_path / "c.pt", save_on_ctrl_c=True, part=Pressed(1))
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint.step()
+        collector.next()  # as in a notebook, where the user goes on
+    assert not any(tmp_path.iterdir())
 
 
 def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
