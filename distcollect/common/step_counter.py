@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import faulthandler
+import itertools
 import mmap
 import os
 import re
@@ -17,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 
@@ -33,6 +35,7 @@ _BLOCK = 4  # cells in a block
 # by processes that have no handler for it.
 STACK_SIGNAL = signal.SIGURG
 _STACK_FRAMES = 6
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
 # The first page has the blocks. The stack is written behind it.
 _NUM_PAGES = 4
 
@@ -159,12 +162,15 @@ class SharedStepCounter:
     def stack(self) -> str:
         """Say what the main thread was doing at the last :data:`STACK_SIGNAL`; "" if unknown.
 
-        The innermost calls, in one line, the last one first.
+        The innermost calls, in one line, the last one first; those of the user's code alone, if it
+        was there.
         """
         text = self._memory.tobytes()[mmap.PAGESIZE :].decode("utf-8", "replace")
         newest = text.rpartition("most recent call first")[2]
-        calls = re.findall(r'File "(.*)", line (\d+) in (.*)', newest)[:_STACK_FRAMES]
-        return ", called by ".join(f"{name} ({file}:{line})" for file, line, name in calls)
+        calls = re.findall(r'File "(.*)", line (\d+) in (.*)', newest)
+        theirs = list(itertools.takewhile(lambda call: not call[0].startswith(_PACKAGE), calls))
+        shown = (theirs or calls)[:_STACK_FRAMES]
+        return ", called by ".join(f"{name} ({file}:{line})" for file, line, name in shown)
 
     def close(self) -> None:
         """Close the descriptor; the numbers stay readable."""

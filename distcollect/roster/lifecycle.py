@@ -497,7 +497,7 @@ class Lifecycle(HostEvents):
         delay_s = self._membership.delay(worker_id, time.monotonic())
         if self._membership.state(worker_id) is not WorkerState.JOINING:
             if self._hosts.placer is not None and worker_id not in self._given_up:
-                return "it is replaced once its supervisor is started again"
+                return "it is replaced once Ray has started its actor again"
             return "it is not replaced"
         return "it is replaced" + (f" in {delay_s:.1f} s" if delay_s else "")
 

@@ -103,7 +103,7 @@ def test_in_a_call(marked: Marked, sync: bool) -> None:
         with pytest.raises(
             dc.DeadlineError,
             match=r"worker 1 did not answer call\('hang'\) within 2 s, and is replaced: a method "
-            rf"of its envs .* within \d.* it was in hang \(.*\), called by .*\(pid \d+ on {HOST}\)",
+            rf"of its envs .* within \d.* it was in hang \([^()]*\) \(pid \d+ on {HOST}\)",
         ):
             collector.call("hang", 1, timeout_s=2)
         eventually(lambda: collector.num_workers == 2, 60)
