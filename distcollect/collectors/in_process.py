@@ -299,9 +299,9 @@ class InProcess(Backend):
         try:
             self._evaluator.close()
         finally:
+            self._unclosed = ()  # also if an env's close() raises
             if close_envs:
                 self.engine.close()
-            self._unclosed = ()
 
 
 def _close(parts: Sequence[Any]) -> None:

@@ -123,3 +123,22 @@ def test_an_env_of_the_users_stays_open() -> None:
     with dc.SyncDataCollector(env, frames_per_batch=4) as collector:
         collector.next()
     assert closed == [env]
+
+
+def test_envs_whose_close_raises_are_closed_once() -> None:
+    closed = []
+
+    class Breaks(SamplingEnv):
+        def close(self) -> None:
+            closed.append(self)
+            raise RuntimeError("broken")
+
+    collector = dc.SyncDataCollector(Breaks, frames_per_batch=4)
+    with pytest.raises(dc.EnvError, match=r"close\(\) raised RuntimeError: broken"):
+        collector.shutdown()
+    reference = weakref.ref(collector)
+    del collector
+    gc.collect()
+    assert reference() is None
+    forgotten_closings(60)
+    assert len(closed) == 1
