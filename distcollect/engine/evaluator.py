@@ -62,6 +62,7 @@ class Evaluator:
         self._worker_id, self._incarnation = worker_id, incarnation
         self._build = partial(build, counter=self._counter)
         self._engines: dict[Exploration, EngineBase] = {}
+        self._cancelled: set[int] = set()  # numbers of evaluations
 
     def evaluate(self, request: EvaluationRequest, version: int) -> Evaluation:
         """Play whole episodes; every env plays about as many as any other.
@@ -71,15 +72,19 @@ class Evaluator:
             version: policy_version of the policy.
 
         Raises:
-            DeadlineError: the episodes took longer.
+            DeadlineError: the episodes took longer, or are not wanted any more.
             EnvError: an env raised.
             PolicyError: the policy raised.
         """
         deadline = time.monotonic() + request.timeout_s
+
+        def is_over() -> bool:
+            return request.number in self._cancelled or time.monotonic() > deadline
+
         exploration = Exploration.DETERMINISTIC if request.deterministic else Exploration.RANDOM
         num_before = self._counter.env_faults
         try:
-            episodes = self._episodes(request, exploration, deadline)
+            episodes = self._episodes(request, exploration, is_over)
         except EnvError as error:
             error.num_env_faults = self._counter.env_faults - num_before
             error.env_faults = self._faults()
@@ -96,11 +101,15 @@ class Evaluator:
             self._faults(),
         )
 
+    def cancel(self, number: int) -> None:
+        """End the evaluation of this number soon, or as soon as it begins; from any thread."""
+        self._cancelled.add(number)
+
     def _faults(self) -> tuple[EnvFault, ...]:
         return taken_faults(self._counter, self._worker_id, self._incarnation)
 
     def _episodes(
-        self, request: EvaluationRequest, exploration: Exploration, deadline: float
+        self, request: EvaluationRequest, exploration: Exploration, is_over: Callable[[], bool]
     ) -> list[tuple[float, int, list[float]]]:
         with _random_state_restored():
             engine = self._engine(exploration)
@@ -108,7 +117,7 @@ class Evaluator:
             if seed is None:
                 seed = int(np.random.SeedSequence().generate_state(1)[0])
             num_each = shares(request.num_episodes, engine.layout.num_envs)
-            return self._play(engine, seed, num_each, deadline)
+            return self._play(engine, seed, num_each, is_over)
 
     def _engine(self, exploration: Exploration) -> EngineBase:
         if exploration not in self._engines:
@@ -126,7 +135,7 @@ class Evaluator:
         return self._engines[exploration]
 
     def _play(
-        self, engine: EngineBase, seed: int, owed: list[int], deadline: float
+        self, engine: EngineBase, seed: int, owed: list[int], is_over: Callable[[], bool]
     ) -> list[tuple[float, int, list[float]]]:
         """(return, length, metrics) of the episodes; ``owed``: how many each env is to play."""
         slab, num_steps = None, _NUM_STEPS
@@ -142,7 +151,7 @@ class Evaluator:
             traj_ids, over = np.full(num_envs, -1), np.ones(num_envs, bool)
             is_whole = True
             while is_whole and any(owed):
-                if time.monotonic() > deadline:
+                if is_over():
                     raise DeadlineError(
                         f"{sum(owed)} of the episodes to evaluate are not over, the longest after "
                         f"{lengths.max()} frames. Give a longer timeout_s or fewer episodes"

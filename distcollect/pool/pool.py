@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 
@@ -59,7 +59,6 @@ from distcollect.weights.push_handle import PushHandle
 from distcollect.weights.sender import WeightSender
 
 P = ParamSpec("P")
-T = TypeVar("T")
 
 # At the end, for workers to say which of the rollouts that they keep were taken after all.
 _TAKE_BACK_S = 2.0
@@ -544,17 +543,17 @@ class Pool(MembershipObserver):
     def call(
         self,
         worker_id: int,
-        method: Callable[Concatenate[Any, P], Future[T]],
+        method: Callable[Concatenate[Any, P], Any],
         *args: P.args,
         **kwargs: P.kwargs,
-    ) -> Future[T]:
+    ) -> Future[Any]:
         """Call a method of a worker's service; fails with WorkerLost if it isn't there."""
         with self._lock:
             self._check()
             slot = self._core.slots.get(worker_id)
         if slot is not None:
             return self._loop.call(slot, method, *args, **kwargs)
-        answer: Future[T] = Future()
+        answer: Future[Any] = Future()
         answer.set_exception(WorkerLost(f"worker {worker_id} is being replaced"))
         return answer
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
@@ -112,15 +113,16 @@ class RemoteCalls:
             # If workers are lost, others play their episodes in the next round, with other seeds.
             first = len(parts) << 16
             answers: dict[int, Future[Evaluation]] = {}
-            for w, share in zip(selected, shares(owed, len(selected)), strict=True):
-                if share:
-                    part = replace(request, num_episodes=share, timeout_s=limit_s)
-                    if request.seed is not None:
-                        seed = env_seed(request.seed, first + w, stream=Stream.EVALUATION)
-                        part = replace(part, seed=seed)
-                    answers[w] = self._pool.call(w, WorkerService.evaluate, part)
-            # The workers keep that deadline too, and their own errors say more.
-            ends = self._await("evaluate()", answers, known, limit_s, meanwhile)
+            with self._cancelled_by_errors(request, selected):
+                for w, share in zip(selected, shares(owed, len(selected)), strict=True):
+                    if share:
+                        part = replace(request, num_episodes=share, timeout_s=limit_s)
+                        if request.seed is not None:
+                            seed = env_seed(request.seed, first + w, stream=Stream.EVALUATION)
+                            part = replace(part, seed=seed)
+                        answers[w] = self._pool.call(w, WorkerService.evaluate, part)
+                # The workers keep that deadline too, and their own errors say more.
+                ends = self._await("evaluate()", answers, known, limit_s, meanwhile)
             for answer in answers.values():
                 if isinstance(error := answer.exception(), EnvError):
                     self._stats_recorder.evaluation_failed(error)
@@ -128,6 +130,17 @@ class RemoteCalls:
             lost += [f"worker {w}: {message_of(end.error)}" for w, end in ends.items()]
             parts += _answered(answers, ends, all_of_them=worker_ids is not None).values()
         return Evaluation.joined(parts)
+
+    @contextlib.contextmanager
+    def _cancelled_by_errors(
+        self, request: EvaluationRequest, worker_ids: Sequence[int]
+    ) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:  # such as Ctrl-C: the next batch is not to wait for the episodes
+            for worker_id in worker_ids:
+                self._pool.call(worker_id, WorkerService.cancel_evaluation, request.number)
+            raise
 
     def _await(
         self,

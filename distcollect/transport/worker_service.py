@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -61,12 +62,14 @@ class EvaluationRequest:
         deterministic: take the most likely action, where the policy has a distribution.
         seed: of envs and actions; None: a random one.
         timeout_s: seconds for all episodes.
+        number: of the evaluation, the same for all workers that share its episodes.
     """
 
     num_episodes: int
     deterministic: bool
     seed: int | None
     timeout_s: float
+    number: int = field(default_factory=itertools.count().__next__)
 
 
 class WeightSource(ABC):
@@ -203,6 +206,9 @@ class WorkerService(Service, Protocol):
 
     def evaluate(self, request: EvaluationRequest) -> Future[Evaluation]:
         """Play episodes in other envs, between two rollouts."""
+
+    def cancel_evaluation(self, number: int) -> None:
+        """Play no more episodes of this evaluation; its call fails."""
 
     # Weights.
 

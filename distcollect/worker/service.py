@@ -192,6 +192,9 @@ class Worker(WorkerService):
         self.submit(engine.interrupts.run_jobs)  # if nothing is collected
         return values
 
+    def cancel_evaluation(self, number: int) -> None:
+        self._configured.evaluator.cancel(number)
+
     def prepare_to_receive(self, source: WeightSource | None = None) -> WeightSource | None:
         return self._configured.receiver.prepare(source)
 

@@ -343,19 +343,22 @@ def test_a_call_that_waits_ends_at_once(waits: str) -> None:
     """By Ctrl-C that comes while our own code runs, not after half a second."""
 
     Held.may_step.clear()
-    threading.Timer(0.3, press_ctrl_c).start()
+    soon = threading.Timer(0.3, press_ctrl_c)
     if waits == "in process":
         with dc.SyncDataCollector(Counting, frames_per_batch=10_000_000) as collector:
             began = time.monotonic()
+            soon.start()
             with pytest.raises(KeyboardInterrupt):
                 collector.next()
     else:
         with loopback_collector(Held, Policy(), frames_per_batch=6, num_workers=2) as collector:
             began = time.monotonic()
-            call = collector.next if waits == "workers" else partial(collector.evaluate, 1)
+            soon.start()
+            call = collector.next if waits == "workers" else partial(collector.evaluate, 10**6)
             with pytest.raises(KeyboardInterrupt):
                 call()
             Held.may_step.set()
+            collector.next(timeout_s=20)  # the workers play no more of the episodes
     assert time.monotonic() - began < 5
 
 
