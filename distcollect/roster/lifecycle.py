@@ -312,6 +312,7 @@ class Lifecycle(HostEvents):
                 observer.lose(worker_id, -1, replaced=True)
         for process in list(self.processes.values()):
             if process.info is not None and not process.is_over:
+                log.info("%s is ready%s", self._name(process), process.where)
                 observer.join(process.worker_id, process.incarnation, process.peer)
 
     def report_start(self, elapsed_s: float) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
+import torch
 from helpers.judge_seeds import RandomEnv, RandomPolicy, differing
 from helpers.loopback_pool import loopback_collector
 from helpers.waiting import eventually
@@ -124,3 +125,35 @@ def test_an_evaluation_leaves_the_global_generators_as_they_were() -> None:
                 collector.evaluate(3, seed=1)
             runs.append([collector.next()])
     assert differing(*runs) == []
+
+
+class SeededOnce(gym.Wrapper[Any, Any, Any, Any]):
+    """Gives the first reset a seed of its own, as the page says."""
+
+    def __init__(self, context: dc.EnvContext) -> None:
+        super().__init__(gym.make("CartPole-v1"))
+        self.seed: int | None = 5 + context.env_index
+
+    def reset(self, **_kwargs: Any) -> Any:
+        seed, self.seed = self.seed, None
+        return self.env.reset(seed=seed)
+
+
+def test_a_port_from_gymnasiums_vector_env_keeps_its_trajectories() -> None:
+    def policy(observation: torch.Tensor) -> torch.Tensor:
+        return torch.randint(2, observation.shape[:1])
+
+    with dc.SyncDataCollector(
+        SeededOnce, policy, frames_per_batch=600, envs_per_worker=3
+    ) as collector:
+        torch.manual_seed(5)
+        batch = collector.next()
+    assert batch["next", "done"].sum() > 3
+    mode = gym.vector.AutoresetMode.SAME_STEP
+    envs = gym.vector.SyncVectorEnv([lambda: gym.make("CartPole-v1")] * 3, autoreset_mode=mode)
+    observation, _ = envs.reset(seed=5)
+    torch.manual_seed(5)
+    for t in range(200):
+        assert np.array_equal(observation, batch["observation"][:, t])
+        observation, *_ = envs.step(policy(torch.from_numpy(observation)).numpy())
+    envs.close()

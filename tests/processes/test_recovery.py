@@ -293,9 +293,11 @@ def test_at_the_end_nobody_waits_for_a_process_that_has_not_joined_yet(
     marked: Marked, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DISTCOLLECT_ZYGOTE", "off")  # so that it takes seconds to join
+    caplog.set_level("INFO", logger="distcollect")
     with collect_with(False) as collector:
         checker = Checker()
         until(collector, checker, lambda: len(checker.pids) == 2, SOON_S)
+        assert f"worker 1 is ready (pid {checker.pids[1]} on" in caplog.text  # for a debugger
         os.kill(checker.pids[1], signal.SIGKILL)
         until(collector, checker, lambda: collector.num_workers == 1, SOON_S)
     assert "did not end within" not in caplog.text
