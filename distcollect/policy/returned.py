@@ -24,7 +24,7 @@ def to_tensor(value: Any, key: Key) -> torch.Tensor:
             kind = "None" if value is None else type(value).__name__
             raise PolicyError(
                 f"the policy returned {kind} as {'.'.join(key)!r}, which is not a tensor or "
-                "array-like"
+                "array-like: return one (None: is its `return` missing?)"
             ) from err
     if value.requires_grad:  # also within no_grad(): a view of a parameter
         value = value.detach()

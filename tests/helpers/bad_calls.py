@@ -490,6 +490,7 @@ RUNNING: list[Row] = [
         r"shape \[1, 3\] .* at the start",
     ),
     (lambda: sync(policy_factory=lambda: None), POLICY, "factory returned None", "leave policy"),
+    (lambda: sync(policy=lambda _: None).next(), POLICY, "returned None", "return. missing"),
     (lambda: sync(policy_factory=raising_maker), POLICY, "OSError: no lic", "policy_factory"),
     (lambda: used(sync(postproc=lambda _: 5), next), KIND, "returned int", "TensorDict"),
     (lambda: used(sync(), lambda c: c.start()), STATE, r"start\(\)", "needs a replay_buffer"),
