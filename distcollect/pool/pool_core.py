@@ -432,17 +432,19 @@ class PoolCore:
         return (s for s in self.slots.line if not self.versions.is_up_to_date(s.worker_id))
 
     def _is_outdated(self, slot: WorkerSlot) -> bool:
-        version = self.versions.acknowledged(slot.worker_id)
-        return self._pacer is not None and self._pacer.slack(slot.worker_id, version) < 0
+        worker_id, bound = slot.worker_id, self._bound
+        version = self.versions.acknowledged(worker_id)
+        return bound is not None and self.versions.slack(bound, worker_id, version) < 0
 
     @property
     def awaited(self) -> str:
         """The workers that the user waits for, in words."""
-        late = sorted(slot.worker_id for slot in self.slots.line if slot.owes_rollouts)
+        # Their frames would be too old: with mode "pace" they are asked for nothing.
+        outdated = sorted(slot.worker_id for slot in self.slots.line if self._is_outdated(slot))
+        owing = (slot.worker_id for slot in self.slots.line if slot.owes_rollouts)
+        late = sorted({*owing}.difference(outdated))
         behind = sorted(slot.worker_id for slot in self._behind if not slot.owes_rollouts)
         coming = sorted(self.slots.coming)
-        # Which are asked for nothing, as their frames would be too old.
-        outdated = sorted(slot.worker_id for slot in self.slots.idle if self._is_outdated(slot))
         parts = []
         if outdated and not late:
             parts.append(
