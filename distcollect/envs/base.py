@@ -23,6 +23,7 @@ from gymnasium import spaces
 from gymnasium.vector import VectorEnv
 
 from distcollect.envs.bad_actions import blamed
+from distcollect.envs.closing import close
 from distcollect.envs.coercion import MisfitError, write
 from distcollect.errors import EnvError, SpaceError
 from distcollect.rollout.spaces import Arrays, Leaf, leaf_spaces, leaves_of
@@ -186,7 +187,7 @@ class Envs(ABC):
                     closing.callback(self._close, self.members[index])
 
     def _close(self, env: Any) -> None:
-        env.close()
+        close(env)
 
     def _close_raised(self, index: int) -> None:
         """Close an env that raised, ignoring errors, and end its processes."""

@@ -16,6 +16,7 @@ from gymnasium.envs.registration import find_highest_version, parse_env_id
 
 from distcollect.common.tables import counted
 from distcollect.envs.base import Envs, InfoKeys, Maker, describe
+from distcollect.envs.closing import close
 from distcollect.envs.kinds import EnvKind, is_env, kind_of
 from distcollect.envs.vector_ids import VectorMaker, vector_maker
 from distcollect.errors import ArgumentError, ArgumentTypeError, EnvError
@@ -140,7 +141,7 @@ def make_envs(
     except BaseException:
         for env in opened:
             with contextlib.suppress(Exception):  # the first error is the one to raise
-                env.close()
+                close(env)
         raise
 
 

@@ -21,13 +21,12 @@ from distcollect.envs.base import (
     Step,
     called,
 )
+from distcollect.envs.closing import close
 from distcollect.envs.coercion import MisfitError, write
 from distcollect.envs.info import EPISODE, first_of_each, space_of_info
 from distcollect.errors import EnvError
 from distcollect.rollout.spaces import Arrays, unflatten
 
-# An env that raised may take this long to answer an earlier call before it is closed.
-_CLOSE_TIMEOUT_S = 1.0
 _SCALARS = ("rewards", "terminations", "truncations")
 # Wrappers that can't reset single rows: the first refuses, the second clears all rows' returns.
 _FULL_RESETS_ONLY = (NormalizeObservation, NormalizeReward)
@@ -237,10 +236,8 @@ class VectorBatch(EnvBatch):
 
     def _end(self, env: AnyVectorEnv) -> None:
         bare = env.unwrapped
-        # Without a timeout an AsyncVectorEnv waits for answers that it has received already.
-        options = {"timeout": _CLOSE_TIMEOUT_S} if isinstance(bare, AsyncVectorEnv) else {}
         with contextlib.suppress(Exception):
-            env.close(**options)
+            close(env)
         if isinstance(bare, AsyncVectorEnv):
             for process in bare.processes:
                 process.kill()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import re
 import signal
 import socket
+import threading
 from typing import Any
 
 import gymnasium as gym
@@ -98,6 +100,20 @@ def test_a_vector_env_whose_process_ends_in_mid_step(dying: int) -> None:
     made.pop(0)
     gc.collect()  # an error in its destructor would show
     engine.close()
+
+
+class HangsAtItsEnd(CountingEnv):
+    def close(self) -> None:
+        if multiprocessing.parent_process() is not None:
+            threading.Event().wait()
+
+
+def test_a_vector_env_whose_processes_do_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distcollect.envs.closing._CLOSE_TIMEOUT_S", 0.2)
+    made = AsyncVectorEnv([lambda row=row: HangsAtItsEnd(row) for row in range(N)])
+    collect(engine := engine_of(lambda: made, SummingPolicy()), 1)
+    engine.close()
+    assert not any(process.is_alive() for process in made.processes)
 
 
 class StumblesOnce:

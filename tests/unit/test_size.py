@@ -14,7 +14,7 @@ from helpers.paths import ROOT
 
 PACKAGE = ROOT / "distcollect"
 LONGEST_MODULE = 450
-LIMITS = {PACKAGE: 26_517, PACKAGE / "commands": 1_983, ROOT / "tests": 33_445}
+LIMITS = {PACKAGE: 26_545, PACKAGE / "commands": 1_983, ROOT / "tests": 33_460}
 
 
 def code_lines(path: Path) -> int:
