@@ -124,7 +124,9 @@ class DataCollectorBase(ABC):
         load("trainers")(type(self))
         self._monitor_thread = monitor = MonitorThread(options.monitor, options.trace)
         self._close_monitor = Finalizer(self, partial(monitor.close, None), _MONITOR_LIMIT_S)
-        self._stats_recorder = StatsRecorder(trace=monitor.trace, metrics=monitor.metrics)
+        self._stats_recorder = StatsRecorder(
+            trace=monitor.trace, metrics=monitor.metrics, on_evaluation=monitor.evaluated
+        )
         try:
             self._backend = self._backend_class(
                 options, self._stats_recorder, traces=monitor.trace is not None

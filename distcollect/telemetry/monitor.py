@@ -31,6 +31,7 @@ from distcollect.telemetry.trace import Trace
 log = logging.getLogger("distcollect")
 
 VIEW_VARIABLE = "DISTCOLLECT_VIEW"
+_WITH_CURVES = JsonLines, TensorBoard
 _LOG_EVERY_S = 30.0
 _JOIN_TIMEOUT_S = 5.0
 _SHUTDOWN_S = 120.0  # longer than the shutdown of a collector takes
@@ -81,6 +82,8 @@ class MonitorThread:
         self._thread = threading.Thread(target=self._run, name="distcollect-monitor", daemon=True)
         self._lock = threading.Lock()  # held while the thread is started, and told to end
         self._end = threading.Event()
+        self._woken = threading.Event()  # set at the end, and for curves
+        self._curves_are_due = False
         self._ended = threading.Event()
         path = options.trace if trace is None else trace
         self.trace: Trace | None = None
@@ -129,6 +132,11 @@ class MonitorThread:
             if isinstance(writer, TensorBoard):
                 writer.log(values, step)
 
+    def evaluated(self) -> None:
+        """Have files with curves get the newest evaluation now: each is a point of its own."""
+        self._curves_are_due = True
+        self._woken.set()
+
     def close(self, last: Stats | None) -> None:
         """Pass on the last snapshot, if there is one, and end. A second call does nothing."""
         with self._lock:
@@ -136,6 +144,7 @@ class MonitorThread:
                 return
             last = self._last = last or self._last
             self._end.set()
+            self._woken.set()
         # This may run on the thread itself: a callback may shut its collector down, and a collector
         # without references may be finalized on any thread.
         if self._thread.ident is None:
@@ -171,8 +180,14 @@ class MonitorThread:
         due = {id(writer): time.monotonic() + writer.every_s for writer in self._writers}
         while self._writers:
             pause_s = min(due[id(writer)] for writer in self._writers) - time.monotonic()
-            if self._end.wait(min(max(0.0, pause_s), threading.TIMEOUT_MAX)):
+            self._woken.wait(min(max(0.0, pause_s), threading.TIMEOUT_MAX))
+            self._woken.clear()
+            if self._end.is_set():
                 return
+            if self._curves_are_due:
+                self._curves_are_due = False
+                now = time.monotonic()
+                due.update((id(w), now) for w in self._writers if isinstance(w, _WITH_CURVES))
             stats = self._latest()
             if stats is None:
                 return

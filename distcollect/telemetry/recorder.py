@@ -74,6 +74,7 @@ class StatsRecorder:
         *,
         trace: Trace | None = None,
         metrics: Sequence[str] = (),
+        on_evaluation: Callable[[], None] = lambda: None,
     ) -> None:
         """Record for one collector.
 
@@ -81,8 +82,10 @@ class StatsRecorder:
             clock: counts nanoseconds.
             trace: gets everything that takes time.
             metrics: names of the metrics of episodes.
+            on_evaluation: called when the newest evaluation is another one.
         """
         self._clock = clock
+        self._on_evaluation = on_evaluation
         self._trace = trace
         self._names = metrics
         # Reentrant: garbage collection while it is held may close a collector.
@@ -187,6 +190,7 @@ class StatsRecorder:
             summary = evaluation.summary()
             if summary.policy_version >= self._evaluation.policy_version:
                 self._evaluation, self._evaluated_at = summary, self._clock()
+        self._on_evaluation()
 
     def evaluation_failed(self, error: EnvError) -> None:
         """An env raised too often in an evaluation."""

@@ -15,6 +15,7 @@ import pytest
 from helpers.envs import CountdownEnv, StumblingEnv
 from helpers.loopback_pool import loopback_collector
 from helpers.policies import ConstantPolicy
+from helpers.waiting import eventually
 from prometheus_client import CollectorRegistry
 from rich.console import Console
 
@@ -130,7 +131,7 @@ def test_an_evaluation_is_in_all_reports(kind: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {
         "frames_per_batch": 24,
         "envs_per_worker": 2,
-        "monitor": dc.Monitor(run_dir=tmp_path, view=False),
+        "monitor": dc.Monitor(run_dir=tmp_path, view=False, every_s=3600),
     }
     if kind == "in process":
         collector: Any = dc.SyncDataCollector(StumblesInEvaluations(), **options)
@@ -148,6 +149,7 @@ def test_an_evaluation_is_in_all_reports(kind: str, tmp_path: Path) -> None:
             assert collector.evaluate(6).env_faults == (fault := collector.stats().env_faults)
             assert "env 0 (CountdownEnv): step() raised RuntimeError: stumbled" in fault[0].message
         stats = collector.stats()
+        eventually(lambda: '"mean_return":10.0' in (tmp_path / "stats.jsonl").read_text())
     newest = stats.evaluation
     assert (newest.count, newest.mean_return, newest.policy_version) == (6, 10.0, 0)
     assert 0 <= newest.age_s < 60
@@ -159,7 +161,7 @@ def test_an_evaluation_is_in_all_reports(kind: str, tmp_path: Path) -> None:
     registry.register(StatsCollector(lambda: stats))
     assert registry.get_sample_value("distcollect_evaluation_return") == 10
     assert registry.get_sample_value("distcollect_evaluation_episodes") == 6
-    (line,) = (tmp_path / "stats.jsonl").read_text().splitlines()
+    *_, line = (tmp_path / "stats.jsonl").read_text().splitlines()
     assert json.loads(line)["evaluation"]["mean_return"] == 10
     assert main(["report", str(tmp_path)]) == 0
     assert "<h2>Mean return of the newest evaluation</h2>" in (tmp_path / "report.html").read_text()

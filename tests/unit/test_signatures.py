@@ -59,6 +59,8 @@ def test_wrong_and_missing_names(collector: Any) -> None:
     ):
         with pytest.raises(TypeError, match=message):
             collector("CartPole-v1", **given)
+    with pytest.raises(dc.ArgumentError, match=r"seed=3: call collector.set_seed\("):
+        collector("CartPole-v1", frames_per_batch=8, seed=3)
     with pytest.raises(TypeError, match="missing a required argument: 'create_env_fn'"):
         collector(frames_per_batch=8)
 

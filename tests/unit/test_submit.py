@@ -43,7 +43,9 @@ def test_dry_run_prints_the_sbatch_files(
     setup = ["--setup", "module load python"]
     options = [*trainer, *workers, *further, *setup, "--run-folder", folder]
     assert main(dry(*options, SCRIPT, "--batches", 5, "--wait")) == 0
-    first, second = capsys.readouterr().out.split("# workers: 8 task(s), 8 times")
+    out, err = capsys.readouterr()
+    assert err == f"--wait stands after {SCRIPT}, so the script gets it\n"
+    first, second = out.split("# workers: 8 task(s), 8 times")
     assert re.search(r"\n# .*python.* -u .*train_submitted.py --batches 5 --wait\n", first)
     for line in (
         *("nodes=1", "ntasks-per-node=1", "cpus-per-task=8", "gpus-per-node=1", "time=2160"),

@@ -92,6 +92,9 @@ def run(given: argparse.Namespace) -> int:
         return _add_workers(given)
     if given.script is None:
         raise ArgumentError("no script given: call 'distcollect submit [OPTIONS] train.py'")
+    for text in given.arguments:
+        if text.startswith("--") and text[2:].partition("=")[0].replace("-", "_") in vars(given):
+            print(f"{text} stands after {given.script}, so the script gets it", file=sys.stderr)
     script = given.script.absolute()
     if not script.is_file():
         raise ArgumentError(

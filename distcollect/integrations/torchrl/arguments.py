@@ -82,6 +82,7 @@ _TAKEN: dict[str, tuple[Callable[[Any], bool], str]] = {
     "remote_configs": (not_, _RAY),
     "weight_recv_schemes": (not_, "leave weight_recv_schemes out: workers receive by themselves"),
     "worker_idx": (not_, "worker_ids are given out by the collector"),
+    "seed": (lambda _: False, "call collector.set_seed(...) before the first batch"),
 }
 _TRANSLATED = {
     "update_after_each_batch", "num_collectors", "replay_buffer_chunk", "create_env_kwargs",
