@@ -93,7 +93,8 @@ class TlsSocket:
         return self._call(self._sock.send, buffers[0][:_MOST_BYTES])
 
     def shutdown(self, how: int) -> None:
-        self._call(self._sock.shutdown, how)
+        # SSLSocket's own would go on without TLS: what comes later would be read as it is.
+        self._call(super(ssl.SSLSocket, self._sock).shutdown, how)
 
     def close(self) -> None:
         self._call(self._sock.close)
@@ -200,7 +201,7 @@ def _own_tls() -> TrainerTls:
 
 
 def _made_tls() -> TrainerTls:
-    """Make a certificate for this run; its key is never on a disk."""
+    """Make a certificate for this run; its key gets no path on a disk."""
     pem = _made_certificate()
     with small_file() as file:
         file.write(pem)

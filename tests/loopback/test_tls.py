@@ -24,12 +24,13 @@ from helpers.join_server import (
     server_threads,
 )
 
+from distcollect.common.threads import run_aside
 from distcollect.errors import ArgumentError, LaunchError
-from distcollect.net.framing import FrameReader, with_length
+from distcollect.net.framing import FrameReader, Outbox, with_length
 from distcollect.net.handshake import JoiningSide, Opening, StartTls
 from distcollect.net.messages import Kill, Refused, decode, encode, to_bytes
 from distcollect.net.server import JoinServer
-from distcollect.net.tls import trainer_tls
+from distcollect.net.tls import joining_tls, trainer_tls
 
 CERTIFICATE = str(Path(__file__).parents[1] / "helpers" / "certificate.pem")
 
@@ -117,6 +118,25 @@ def test_nobody_in_between_can_relay(
             client.join(hello(), TOKEN)
         client.close()
     assert "another one" in events.next("refused")
+
+
+def test_what_comes_after_the_end_is_read_within_tls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the rest of a rollout would be filled with ciphertext, or with what a stranger sends."""
+    monkeypatch.setenv("DISTCOLLECT_TLS_CERT", CERTIFICATE)
+    tls = trainer_tls("127.0.0.1", "tls")
+    assert tls is not None
+    ours, theirs = socket.socketpair()
+    ours.settimeout(SOON_S)
+    trainer = tls.wrap(ours)
+    shaking = run_aside(trainer.do_handshake)
+    worker = joining_tls(theirs)
+    assert shaking is not None
+    shaking.join()
+    worker.sendmsg([memoryview(b"some frames")])
+    Outbox(trainer, 1).end()
+    assert trainer.recv(65536) == b"some frames"
+    trainer.close()
+    worker.close()
 
 
 def another_certificate() -> str:
