@@ -191,8 +191,7 @@ class EngineBase(ABC):
         def call() -> None:
             try:
                 with self.counter.doing(Task.CALL, limit_s):
-                    result = self.envs.call(name, args, kwargs)
-                    _check_can_be_pickled(result, name)
+                    result = _copied(self.envs.call(name, args, kwargs), name)
                 answer.set_result(result)
             except Exception as error:  # noqa: BLE001 - raised where the future is waited for
                 answer.set_exception(error)
@@ -306,12 +305,17 @@ def seed_global_generators(seed: int) -> None:
     random.seed(seed)
 
 
-def _check_can_be_pickled(result: object, name: str) -> None:
-    """Raise EnvError unless what a method of the envs returned can be sent."""
+def _copied(result: list[Any], name: str) -> list[Any]:
+    """Copy what a method of the envs returned: they may change it while it is being sent.
+
+    Raises:
+        EnvError: it can't be sent.
+    """
     try:
-        pickle.dumps(result)
+        copy: list[Any] = pickle.loads(pickle.dumps(result))
     except Exception as error:
         raise EnvError(
             f"what {name!r} returned can't be pickled ({type(error).__name__}: {error}), so it "
             "can't be sent to the trainer; return numbers, arrays or tensors"
         ) from error
+    return copy

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 from helpers.levels_env import Acts, Levels, T, check_random_numbers
 
@@ -14,6 +15,18 @@ import distcollect as dc
 class Slow(Levels):
     def step(self, action: Any) -> Any:
         time.sleep(0.02)
+        return super().step(action)
+
+
+class Painter(Levels):
+    """Steps by writing to the memory that a method of it returns."""
+
+    def __init__(self, context: dc.EnvContext) -> None:
+        super().__init__(context)
+        self.canvas = np.zeros(1_000_000)
+
+    def step(self, action: Any) -> Any:
+        self.canvas += 1
         return super().step(action)
 
 
@@ -27,6 +40,14 @@ class TestCall:
             levels = collector.next()["next", "observation"].squeeze()
             assert levels[-1] == 3
             assert levels.shape == (200,)
+
+    def test_steps_do_not_change_what_was_returned(self) -> None:
+        """It is sent while the env goes on."""
+        with dc.aSyncDataCollector(Painter, frames_per_batch=100) as collector:
+            for _ in range(3):
+                collector.next()
+                [[canvas]] = collector.call("get_wrapper_attr", "canvas").values()
+                assert (canvas == canvas[0]).all()
 
 
 class TestEvaluate:
