@@ -285,6 +285,7 @@ class JoinServer:
     def connect(self) -> socket.socket:
         """Return the other end of a new connection, for a process that this one starts."""
         here, there = socket.socketpair()
+        open_sockets.update((here, there))
         self._own.append(here)
         self._wake_up()
         return there

@@ -138,9 +138,7 @@ class TcpTransport(Transport):
         return answer
 
     def collect(self, peer: int, request: CollectRequest, deliver: Deliver) -> None:
-        known = self._peers.get(peer)
-        if known is not None and known.memory is not None:
-            request = request._replace(shared=True)
+        request = request._replace(shared=self.shares_memory(peer))
 
         def offer(sent: tuple[Header, int, list[Any] | None], error: BaseException | None) -> None:
             if error is not None:
@@ -161,8 +159,7 @@ class TcpTransport(Transport):
 
     def _copying(self, peer: int, deliver: Deliver) -> Deliver:
         """Return what takes a rollout as it was sent, and delivers it."""
-        known = self._peers.get(peer)
-        memory = None if known is None else known.memory
+        memory = known.memory if (known := self._peers.get(peer)) else None
 
         def arrived(sent: Any, error: BaseException | None) -> None:
             if error is not None:

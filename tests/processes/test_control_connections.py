@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 
 import pytest
@@ -58,3 +59,13 @@ def test_a_client_sees_the_server_end(
         process.wait(SOON_S)
         process.stdout.close()
     assert len(marked.pids()) == bool(fork)
+
+
+def test_a_forked_child_has_no_end_of_a_connection_for_a_process_to_come(
+    server: JoinServer,
+) -> None:
+    """It would hide that process's end from the trainer."""
+    with server.connect() as theirs:
+        if (child := os.fork()) == 0:
+            os._exit(theirs.fileno() != -1)
+        assert os.waitpid(child, 0)[1] == 0
