@@ -214,9 +214,9 @@ class TcpTransport(Transport):
         with self._lock:
             self._is_closed = True
         self._pending.wait_for_all(grace_s)
-        self._copier.close()
         for peer in list(self._peers):
             self.disconnect(peer)
+        self._copier.close()  # at last: no more rollouts arrive
 
     def _ask(self, peer: int, question: tuple[Any, ...], deliver: Deliver) -> None:
         """Send a question to a peer; ``deliver`` gets the answer."""

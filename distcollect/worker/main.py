@@ -77,8 +77,8 @@ def main(boot: WorkerBoot) -> None:
                     worker.stop()
                 elif isinstance(message, Exit):
                     may_exit.set()
-        except LaunchError:
-            log.exception("the trainer sent an unusable message")
+        except Exception:
+            log.exception("what the trainer sent is unusable")
         finally:
             # The trainer is gone, and an env may hang: only this ends the process for certain. What
             # the envs left running is ended by the process that started this one.

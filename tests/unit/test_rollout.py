@@ -39,7 +39,8 @@ def filled(finals: Any = (), *, first: int = 0, layout: Layout = LAYOUT, steps: 
     for row, step in finals:
         slab.terminated[row, step] = step % 2 == 0
         slab.truncated[row, step] = row % 2 == 0 or step % 2 == 1
-        slab.add_final(row, step, {key: end_of(slab, key, step) for key in slab.tail})
+        final = {key: end_of(slab, key, step)[row : row + 1] for key in slab.tail}
+        slab.add_finals(np.array([row]), step, final)
     return slab
 
 
@@ -121,7 +122,8 @@ def test_rollouts_that_travelled_in_different_forms(layout: Layout) -> None:
             for key, array in mine.items():
                 array[:] = theirs[key]
         for row, step in FINALS[index]:
-            slab.add_final(row, step, {key: end_of(slab, key, step) for key in slab.tail})
+            final = {key: end_of(slab, key, step)[row : row + 1] for key in slab.tail}
+            slab.add_finals(np.array([row]), step, final)
         header = Header(index, 0, 0, N * T, T, 0, (0, 0), wire_form=slab.wire_form)
         # A trainer on the same host maps what is shared: here this process has that memory itself.
         rollouts.append(Rollout(header, slab.tensors(mapped=False)))
