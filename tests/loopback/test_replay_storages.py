@@ -81,7 +81,7 @@ MASKING: dict[str, dict[str, Any]] = {
     "trajs_per_batch": {"trajs_per_batch": 1},
     "preemptive_threshold": {"sync": True, "preemptive_threshold": 0.5},
     "batch_deadline_s": {"sync": True, "batch_deadline_s": 1.0},
-    r"Staleness\(.*mode='mask'\)": {"staleness": dc.Staleness(0, mode="mask")},
+    r"Staleness\(.*mode='mask', max_policy_age=None\)": {"staleness": dc.Staleness(0, mode="mask")},
 }
 
 
