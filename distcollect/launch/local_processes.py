@@ -149,6 +149,7 @@ class LocalProcesses:
         self._readers: list[threading.Thread] = []  # of what workers print
         self._watchdog: threading.Thread | None = None
         self._owner = Owner()
+        self._host_cores = Host.inspect().usable
 
     def spawn(
         self,
@@ -199,7 +200,7 @@ class LocalProcesses:
             num_threads=placement.num_threads,
             counters_fd=counters.fd,
             control_fd=-1 if control is None else control.fileno(),
-            host_cores=Host.inspect().usable,
+            host_cores=self._host_cores,
             sys_path=self._inheritance.sys_path,
             authkey=multiprocessing.current_process().authkey.hex(),
         )
