@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distcollect.errors import WorkerLost
+from distcollect.transport.failure import Failure
 from distcollect.transport.protocol import Deliver
 
 log = logging.getLogger(__name__)
@@ -38,7 +39,12 @@ class PendingAnswers:
     def complete(
         self, answer: PendingAnswer, value: Any = None, error: BaseException | None = None
     ) -> None:
-        """Complete ``answer`` with a value or an error, unless :meth:`fail` did already."""
+        """Complete ``answer`` with a value or an error, unless :meth:`fail` did already.
+
+        A Failure, in which errors travel, is an error.
+        """
+        if isinstance(value, Failure):
+            value, error = None, value.error()
         with self._changed:
             if answer not in self.open:
                 return

@@ -14,7 +14,6 @@ core or more in every process that waits.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -27,10 +26,9 @@ from distcollect.net.messages import PeerAddress
 from distcollect.net.server import Connection
 from distcollect.rollout.header import Header
 from distcollect.rollout.layout import Tensors
-from distcollect.transport.copying import Copier
-from distcollect.transport.failure import Failure
+from distcollect.transport.peer_transport import PeerTransport
 from distcollect.transport.pending_answers import PendingAnswers, peer_is_gone
-from distcollect.transport.protocol import CollectRequest, Deliver, Offer, Transport
+from distcollect.transport.protocol import CollectRequest, Deliver, Offer
 from distcollect.transport.rpc_agents import PING, AgentPeer, join_agents, leave_agents
 from distcollect.transport.rpc_server import (
     serve_call,
@@ -40,7 +38,7 @@ from distcollect.transport.rpc_server import (
 )
 
 
-class RpcTransport(Transport):
+class RpcTransport(PeerTransport[AgentPeer]):
     """Calls peers; all of a process share its agent. :class:`Transport` documents the methods."""
 
     name = "rpc"
@@ -48,12 +46,9 @@ class RpcTransport(Transport):
 
     def __init__(self, address: str) -> None:
         """Start; the rest is as in :func:`.join_agents`."""
-        self._pending = PendingAnswers()
-        self._agents = join_agents(address, self._pending)
-        self._peers: dict[int, AgentPeer] = {}
-        self._lock = threading.Lock()  # held while peers are added, and while it is closed
-        self._is_closed = False
-        self._copier = Copier()
+        pending = PendingAnswers()
+        self._agents = join_agents(address, pending)
+        super().__init__(pending)
 
     def connect(
         self, peer: int, address: PeerAddress, connection: Connection | None = None
@@ -61,10 +56,6 @@ class RpcTransport(Transport):
         with self._lock:
             if peer not in self._peers and not self._is_closed:
                 self._peers[peer] = self._agents.add(address)
-
-    def address_of(self, peer: int) -> PeerAddress | None:
-        known = self._peers.get(peer)
-        return None if known is None else known.address
 
     def call(self, peer: int, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
         return self._future(peer, serve_call, (method.__name__, args, kwargs))
@@ -93,19 +84,6 @@ class RpcTransport(Transport):
             copied = partial(self._copied, peer, known, deliver)
             self._ask(peer, serve_rollout, (data,), copied)
 
-    def _copied(
-        self,
-        peer: int,
-        known: AgentPeer | None,
-        deliver: Deliver,
-        sent: list[Any],
-        error: BaseException | None = None,
-    ) -> None:
-        if error is not None:
-            deliver(None, error)
-        else:
-            self._copier.deliver(peer, None if known is None else known.memory, sent, deliver)
-
     def hand_over(self, peer: int, sequence: int, key: str, keep_s: float) -> Future[Any]:
         return self._future(peer, serve_hand_over, (sequence, key, keep_s))
 
@@ -119,15 +97,6 @@ class RpcTransport(Transport):
         # An operator of torch's is answered without the peer's interpreter, whose lock an env may
         # hold.
         return self._future(peer, torch.add, PING)
-
-    def shares_memory(self, peer: int) -> bool:
-        known = self._peers.get(peer)
-        return known is not None and known.memory is not None
-
-    def host_key(self, peer: int) -> str | None:
-        known = self._peers.get(peer)
-        sample = None if known is None else known.address.memory_sample
-        return None if sample is None else sample.host
 
     def disconnect(self, peer: int) -> None:
         with self._lock:
@@ -164,10 +133,7 @@ class RpcTransport(Transport):
             except Exception as error:  # noqa: BLE001 - torch has no type for a broken connection
                 self._pending.complete(answer, error=peer_is_gone(peer, error))
                 return
-            if isinstance(outcome, Failure):
-                self._pending.complete(answer, error=outcome.error())
-            else:
-                self._pending.complete(answer, outcome)
+            self._pending.complete(answer, outcome)
 
         try:
             self._agents.call(self._peers[peer], function, args).add_done_callback(arrived)

@@ -20,7 +20,6 @@ What is asked and answered is pickled, but for the memory of tensors (:mod:`.pac
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -34,10 +33,10 @@ from distcollect.net.server import Connection
 from distcollect.rollout.header import Header
 from distcollect.rollout.layout import Tensors
 from distcollect.transport import packing
-from distcollect.transport.copying import Copier, PeerMemory
-from distcollect.transport.failure import Failure
+from distcollect.transport.copying import PeerMemory
+from distcollect.transport.peer_transport import PeerTransport
 from distcollect.transport.pending_answers import PendingAnswer, PendingAnswers, peer_is_gone
-from distcollect.transport.protocol import CollectRequest, Deliver, Offer, Transport
+from distcollect.transport.protocol import CollectRequest, Deliver, Offer
 from distcollect.transport.tcp_server import Question
 from distcollect.transport.worker_service import WorkerService
 
@@ -87,8 +86,7 @@ class _Peer:
         except Exception as error:  # noqa: BLE001 - raised where the answer is waited for
             self._pending.complete(answer, error=error)
             return
-        failure = outcome.error() if isinstance(outcome, Failure) else None
-        self._pending.complete(answer, outcome, failure)
+        self._pending.complete(answer, outcome)
 
     def ended(self) -> None:
         self._pending.fail(self.peer)
@@ -105,18 +103,14 @@ class _Peer:
         return stat.rpartition(")")[2].split()[0] not in _NOT_ALIVE
 
 
-class TcpTransport(Transport):
+class TcpTransport(PeerTransport[_Peer]):
     """Calls workers by their connections. :class:`Transport` documents the methods."""
 
     name = "tcp"
     carries_weights = True
 
     def __init__(self) -> None:
-        self._pending = PendingAnswers()
-        self._peers: dict[int, _Peer] = {}
-        self._lock = threading.Lock()  # held while peers are added, and while it is closed
-        self._is_closed = False
-        self._copier = Copier()
+        super().__init__(PendingAnswers())
 
     def connect(
         self, peer: int, address: PeerAddress, connection: Connection | None = None
@@ -126,10 +120,6 @@ class TcpTransport(Transport):
                 return
             known = self._peers[peer] = _Peer(peer, address, connection, self._pending)
         connection.carry(known)
-
-    def address_of(self, peer: int) -> PeerAddress | None:
-        known = self._peers.get(peer)
-        return None if known is None else known.address
 
     def call(self, peer: int, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
         answer: Future[Any] = Future()
@@ -151,23 +141,11 @@ class TcpTransport(Transport):
 
     def _fetch(self, peer: int, number: int, tensors: list[Any] | None, deliver: Deliver) -> None:
         """Move a rollout here; ``tensors``: they came with its header."""
-        arrived = self._copying(peer, deliver)
+        copied = partial(self._copied, peer, self._peers.get(peer), deliver)
         if tensors is not None:
-            arrived(tensors, None)
+            copied(tensors)
         else:
-            self._ask(peer, (Question.FETCH, number), arrived)
-
-    def _copying(self, peer: int, deliver: Deliver) -> Deliver:
-        """Return what takes a rollout as it was sent, and delivers it."""
-        memory = known.memory if (known := self._peers.get(peer)) else None
-
-        def arrived(sent: Any, error: BaseException | None) -> None:
-            if error is not None:
-                deliver(None, error)
-            else:
-                self._copier.deliver(peer, memory, sent, deliver)
-
-        return arrived
+            self._ask(peer, (Question.FETCH, number), copied)
 
     def hand_over(self, peer: int, sequence: int, key: str, keep_s: float) -> Future[Any]:
         kept: Future[Any] = Future()
@@ -181,7 +159,7 @@ class TcpTransport(Transport):
         self._ask(
             peer,
             (Question.CALL, WorkerService.read_handover.__name__, args, {}),
-            self._copying(peer, partial(settle, fetched)),
+            partial(self._copied, peer, self._peers.get(peer), partial(settle, fetched)),
         )
         return fetched
 
@@ -193,15 +171,6 @@ class TcpTransport(Transport):
         else:
             self._ask(peer, (Question.PING,), partial(settle, answer))
         return answer
-
-    def shares_memory(self, peer: int) -> bool:
-        known = self._peers.get(peer)
-        return known is not None and known.memory is not None
-
-    def host_key(self, peer: int) -> str | None:
-        known = self._peers.get(peer)
-        sample = None if known is None else known.address.memory_sample
-        return None if sample is None else sample.host
 
     def disconnect(self, peer: int) -> None:
         with self._lock:
