@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import given, settings
@@ -49,6 +49,18 @@ def test_frames_come_whole_however_they_are_cut(frames: list[bytes], cuts: list[
     assert found == frames
 
 
+@contextlib.contextmanager
+def both_ends(max_unsent: int) -> Iterator[tuple[Outbox, FrameReader, socket.socket]]:
+    """What sends, what reads packets, and the socket that it reads from; nothing blocks."""
+    here, there = socket.socketpair()
+    with here, there:
+        for sock in (here, there):
+            sock.setblocking(False)
+        reader = FrameReader()
+        reader.allocate = bytearray
+        yield Outbox(here, max_unsent=max_unsent), reader, there
+
+
 @settings(max_examples=10 * settings.default.max_examples)
 @given(
     st.lists(
@@ -61,12 +73,7 @@ def test_frames_come_whole_however_they_are_cut(frames: list[bytes], cuts: list[
 def test_messages_pass_packets_and_each_comes_whole(
     sent: list[bytes | list[int]], reads_meanwhile: bool
 ) -> None:
-    here, there = socket.socketpair()
-    with here, there:
-        for sock in (here, there):
-            sock.setblocking(False)
-        outbox, reader = Outbox(here, max_unsent=1_000_000), FrameReader()
-        reader.allocate = bytearray
+    with both_ends(max_unsent=1_000_000) as (outbox, reader, there):
         messages, packets = [], []
 
         def read() -> None:
@@ -96,12 +103,7 @@ def test_messages_pass_packets_and_each_comes_whole(
 
 
 def test_a_message_waits_for_no_large_packet() -> None:
-    here, there = socket.socketpair()
-    with here, there:
-        for sock in (here, there):
-            sock.setblocking(False)
-        outbox, reader = Outbox(here, max_unsent=100_000), FrameReader()
-        reader.allocate = bytearray
+    with both_ends(max_unsent=100_000) as (outbox, reader, there):
         assert outbox.send_packet(Packet(7, [bytes(20_000_000)]))
         assert outbox.send(with_length(b"urgent"))
         arrived: list[object] = []
