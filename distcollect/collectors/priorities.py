@@ -10,14 +10,14 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
-from distcollect.collectors.replay import RateLimited, ReplayBuffer, num_dims
+from distcollect.collectors.replay import RateLimited, ReplayBuffer, WrappedBuffer, num_dims
 from distcollect.common import checks
 from distcollect.errors import ArgumentError, ArgumentTypeError, CollectorStateError
 
 _EPSILON = 1e-6  # every frame can be sampled
 
 
-class Prioritized:
+class Prioritized(WrappedBuffer):
     """A replay buffer whose frames are sampled in proportion to ``priority ** alpha``.
 
     ::
@@ -94,14 +94,6 @@ class Prioritized:
         self._weights = torch.zeros(0, dtype=torch.float64)  # priority ** alpha
         self._generations = torch.zeros(0, dtype=torch.int64)
 
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._buffer, name)
-        # Here, so that this buffer has a state only if the wrapped one has.
-        return {"state_dict": self._state, "load_state_dict": self._load_state}.get(name, found)
-
-    def __len__(self) -> int:
-        return len(self._buffer)
-
     def __getitem__(self, index: Any) -> Any:
         return self._buffer[index]
 
@@ -116,11 +108,7 @@ class Prioritized:
             }
 
     def _load_state(self, state: Mapping[str, Any]) -> None:
-        if not isinstance(state, Mapping) or "generations" not in state:
-            raise ArgumentError(
-                "this state is not of a Prioritized buffer: give what its state_dict() returned, "
-                "or load it into the wrapped buffer"
-            )
+        self._check(state, {"generations"})
         with self._lock:
             self._buffer.load_state_dict(state["buffer"])
             self._highest, self._num_extended = state["highest"], state["num_extended"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -87,7 +87,31 @@ class FillState(enum.Enum):
     ENDED = "ended"
 
 
-class RateLimited:
+class WrappedBuffer:
+    """A replay buffer around another one, whose attributes can all be used through it."""
+
+    _buffer: Any
+    _state: Callable[..., dict[str, Any]]
+    _load_state: Callable[[Mapping[str, Any]], None]
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._buffer, name)
+        # Here, so that this buffer has a state only if the wrapped one has.
+        return {"state_dict": self._state, "load_state_dict": self._load_state}.get(name, found)
+
+    def __len__(self) -> int:
+        return len(self._buffer)
+
+    def _check(self, state: object, names: Set[str]) -> None:
+        """Raise ArgumentError if ``state`` is none of this buffer's, which has these entries."""
+        if not isinstance(state, Mapping) or not state.keys() >= names:
+            raise ArgumentError(
+                f"this state is not of a {type(self).__name__} buffer: give what its state_dict() "
+                "returned, or load it into the wrapped buffer"
+            )
+
+
+class RateLimited(WrappedBuffer):
     """A replay buffer that keeps a fixed ratio of sampled to collected frames.
 
     Collection waits while fewer than ``samples_per_insert`` samples per frame were drawn, and
@@ -143,11 +167,6 @@ class RateLimited:
         self._error: BaseException | None = None  # that ended the filling
         self._changed = threading.Condition()
 
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._buffer, name)
-        # Here, so that this buffer has a state only if the wrapped one has.
-        return {"state_dict": self._state, "load_state_dict": self._load_state}.get(name, found)
-
     def _state(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The state of the wrapped buffer, and how many frames were added and samples drawn."""
         with self._changed:
@@ -160,18 +179,11 @@ class RateLimited:
         Raises:
             ArgumentError: ``state`` is something else.
         """
-        if not isinstance(state, Mapping) or not state.keys() >= {"buffer", "inserted", "sampled"}:
-            raise ArgumentError(
-                "this state is not of a RateLimited buffer: give what its state_dict() returned, "
-                "or load it into the wrapped buffer"
-            )
+        self._check(state, {"buffer", "inserted", "sampled"})
         with self._changed:
             self._buffer.load_state_dict(state["buffer"])
             self._inserted, self._sampled = state["inserted"], state["sampled"]
             self._changed.notify_all()
-
-    def __len__(self) -> int:
-        return len(self._buffer)
 
     def extend(self, data: TensorDict) -> Any:
         """Add frames at once; the thread that fills the buffer waits before it collects them."""
