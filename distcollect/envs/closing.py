@@ -39,3 +39,6 @@ def close(env: Any) -> None:
         env.close(timeout=_ANSWER_TIMEOUT_S)
     finally:
         killer.cancel()
+        for process in bare.processes:  # none is left, also if closing raised
+            process.kill()
+            process.join()

@@ -238,10 +238,6 @@ class VectorBatch(EnvBatch):
         bare = env.unwrapped
         with contextlib.suppress(Exception):
             close(env)
-        if isinstance(bare, AsyncVectorEnv):
-            for process in bare.processes:
-                process.kill()
-                process.join()
         bare.closed = True  # its destructor must not close it again
         if isinstance(bare, SyncVectorEnv):  # its close() stops at the first env that raises
             for each in bare.envs:
