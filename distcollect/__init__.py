@@ -24,16 +24,13 @@ _import_compiler_late()
 _NAMES = {
     "collectors.base": "BaseCollector DataCollectorBase",
     "collectors.checkpoint": "Checkpoint",
-    "collectors.generic": "Collector MultiCollector",
-    "collectors.priorities": "Prioritized",
-    "collectors.replay": "RateLimited ReplayBuffer",
-    "collectors.rpc": (
-        "AsyncCollector DistributedCollector DistributedDataCollector DistributedSyncCollector "
-        "DistributedSyncDataCollector MultiAsyncCollector MultiSyncCollector "
-        "MultiSyncDataCollector MultiaSyncDataCollector RPCCollector RPCDataCollector "
-        "aSyncDataCollector"
+    "collectors.classes": (
+        "AsyncCollector Collector DistributedCollector DistributedDataCollector "
+        "DistributedSyncCollector DistributedSyncDataCollector MultiAsyncCollector MultiCollector "
+        "MultiSyncCollector MultiSyncDataCollector MultiaSyncDataCollector RPCCollector "
+        "RPCDataCollector SyncDataCollector aSyncDataCollector"
     ),
-    "collectors.sync": "SyncDataCollector",
+    "collectors.replay": "Prioritized RateLimited ReplayBuffer",
     "config": "EvaluationWorkers Faults Monitor Normalize Staleness WeightSync",
     "envs.make": "EnvContext",
     "errors": (

@@ -3,26 +3,26 @@
 from distcollect.collectors.base import BaseCollector as BaseCollector
 from distcollect.collectors.base import DataCollectorBase as DataCollectorBase
 from distcollect.collectors.checkpoint import Checkpoint as Checkpoint
-from distcollect.collectors.generic import Collector as Collector
-from distcollect.collectors.generic import MultiCollector as MultiCollector
-from distcollect.collectors.priorities import Prioritized as Prioritized
-from distcollect.collectors.replay import RateLimited as RateLimited
-from distcollect.collectors.replay import ReplayBuffer as ReplayBuffer
-from distcollect.collectors.rpc import AsyncCollector as AsyncCollector
-from distcollect.collectors.rpc import DistributedCollector as DistributedCollector
-from distcollect.collectors.rpc import DistributedDataCollector as DistributedDataCollector
-from distcollect.collectors.rpc import DistributedSyncCollector as DistributedSyncCollector
-from distcollect.collectors.rpc import (
+from distcollect.collectors.classes import AsyncCollector as AsyncCollector
+from distcollect.collectors.classes import Collector as Collector
+from distcollect.collectors.classes import DistributedCollector as DistributedCollector
+from distcollect.collectors.classes import DistributedDataCollector as DistributedDataCollector
+from distcollect.collectors.classes import DistributedSyncCollector as DistributedSyncCollector
+from distcollect.collectors.classes import (
     DistributedSyncDataCollector as DistributedSyncDataCollector,
 )
-from distcollect.collectors.rpc import MultiAsyncCollector as MultiAsyncCollector
-from distcollect.collectors.rpc import MultiaSyncDataCollector as MultiaSyncDataCollector
-from distcollect.collectors.rpc import MultiSyncCollector as MultiSyncCollector
-from distcollect.collectors.rpc import MultiSyncDataCollector as MultiSyncDataCollector
-from distcollect.collectors.rpc import RPCCollector as RPCCollector
-from distcollect.collectors.rpc import RPCDataCollector as RPCDataCollector
-from distcollect.collectors.rpc import aSyncDataCollector as aSyncDataCollector
-from distcollect.collectors.sync import SyncDataCollector as SyncDataCollector
+from distcollect.collectors.classes import MultiAsyncCollector as MultiAsyncCollector
+from distcollect.collectors.classes import MultiaSyncDataCollector as MultiaSyncDataCollector
+from distcollect.collectors.classes import MultiCollector as MultiCollector
+from distcollect.collectors.classes import MultiSyncCollector as MultiSyncCollector
+from distcollect.collectors.classes import MultiSyncDataCollector as MultiSyncDataCollector
+from distcollect.collectors.classes import RPCCollector as RPCCollector
+from distcollect.collectors.classes import RPCDataCollector as RPCDataCollector
+from distcollect.collectors.classes import SyncDataCollector as SyncDataCollector
+from distcollect.collectors.classes import aSyncDataCollector as aSyncDataCollector
+from distcollect.collectors.replay import Prioritized as Prioritized
+from distcollect.collectors.replay import RateLimited as RateLimited
+from distcollect.collectors.replay import ReplayBuffer as ReplayBuffer
 from distcollect.config import EvaluationWorkers as EvaluationWorkers
 from distcollect.config import Faults as Faults
 from distcollect.config import Monitor as Monitor

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any, ClassVar, TypeVar, cast
 
 from tensordict import TensorDict
-from torch import nn
 
 from distcollect.collectors import validation
 from distcollect.collectors.backend import Backend, Hooks
@@ -21,9 +20,10 @@ from distcollect.collectors.background import JOIN_TIMEOUT_S, Background
 from distcollect.collectors.finalizer import Finalizer
 from distcollect.collectors.options import CollectorOptions
 from distcollect.collectors.replay import RateLimited, ReplayBuffer
+from distcollect.collectors.resumption import Resumption
 from distcollect.common import checks, signals, tensor_cache
 from distcollect.common.forks import Owner
-from distcollect.common.seeding import Stream, checked_seed, env_seed
+from distcollect.common.seeding import checked_seed
 from distcollect.errors import ArgumentError, ArgumentTypeError, CollectorStateError
 from distcollect.integrations import load
 from distcollect.policy.normalize import Normalizer
@@ -35,7 +35,6 @@ from distcollect.telemetry.display import summary
 from distcollect.telemetry.figures import checked_scalars
 from distcollect.telemetry.monitor import MonitorThread
 from distcollect.telemetry.recorder import StatsRecorder
-from distcollect.transport.peer_ids import identity
 from distcollect.transport.worker_service import EvaluationRequest
 from distcollect.weights.push_handle import PushHandle
 
@@ -44,7 +43,6 @@ log = logging.getLogger(__name__)
 _Self = TypeVar("_Self", bound="DataCollectorBase")
 _T = TypeVar("_T")
 
-_STATE_FORMAT = 2
 # For the last statistics to be written.
 _MONITOR_LIMIT_S = 60.0
 
@@ -118,9 +116,6 @@ class DataCollectorBase(ABC):
         self._is_shut_down = self._is_released = False
         self._closes_envs = True
         self._background: Background | None = None  # before start()
-        self._seed: tuple[int, bool] | None = None
-        self._resumes = 0  # how often the run was resumed
-        self._is_loading = False  # until a load has ended
         load("trainers")(type(self))
         self._monitor_thread = monitor = MonitorThread(options.monitor, options.trace)
         self._close_monitor = Finalizer(self, partial(monitor.close, None), _MONITOR_LIMIT_S)
@@ -136,6 +131,7 @@ class DataCollectorBase(ABC):
             # notebooks do with the last one; a port of Prometheus would be taken until then.
             self._close_monitor()
             raise
+        self._resumption = Resumption(self._backend)
         self._backend.begin = partial(monitor.begin, _weakly(self.stats))
         self._note_no_ctrl_c = signals.note_ctrl_c(self)
         try:
@@ -743,9 +739,9 @@ class DataCollectorBase(ABC):
         self._check_open()
         if self._background is not None and not self._options.has_workers:
             raise CollectorStateError("set_seed() must come before start()")
-        self._seed = checked_seed(seed), bool(static_seed)
+        self._resumption.seed = checked_seed(seed), bool(static_seed)
         self._backend.drop_trajectories()
-        return self._backend.seed(*self._seed)
+        return self._backend.seed(*self._resumption.seed)
 
     def call(
         self,
@@ -835,22 +831,7 @@ class DataCollectorBase(ABC):
         TorchRL's collectors. They are the policy's own tensors: save or copy them at once. There
         are also "worker0" and so on, for each worker, with the same weights and version.
         """
-        state: dict[str, Any] = {
-            "format": _STATE_FORMAT,
-            "frames": self.frames,
-            "policy_version": self.policy_version,
-            "next_traj_id": identity().next_traj_id,
-            "seed": self._seed,
-            "resumes": self._resumes,
-        }
-        if self._backend.statistics is not None:
-            state["normalizer"] = self._backend.statistics.state_dict()
-        if self._backend.layout.is_torchrl:
-            own: dict[str, Any] = {"policy_version": self.policy_version}
-            if isinstance(self.policy, nn.Module):
-                own["policy_state_dict"] = self.policy.state_dict()
-            state |= own | {f"worker{each}": dict(own) for each in self._map_targets}
-        return state
+        return self._resumption.state_dict(self._map_targets)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where another collector ended; its class and number of workers may differ.
@@ -873,45 +854,7 @@ class DataCollectorBase(ABC):
             DeadlineError, WorkerError: the workers did not accept the state.
         """
         self._check_open()
-        if self._backend.batches:
-            raise CollectorStateError(
-                f"this collector has delivered {self.frames:,} frames: call "
-                "load_state_dict() on a new one, before its first batch"
-            )
-        if not isinstance(state, Mapping) or state.get("format") != _STATE_FORMAT:
-            raise ArgumentError(
-                f"this is no state of a collector (format {_STATE_FORMAT}): {str(state)[:100]}; "
-                "give what state_dict() returned"
-            )
-        # What an interrupted load has published doesn't count.
-        if state["policy_version"] < self.policy_version and not self._is_loading:
-            raise ArgumentError(
-                f"the state has policy_version {state['policy_version']}, but this collector has "
-                f"published version {self.policy_version} already: load the state first"
-            )
-        weights = state.get("policy_state_dict")
-        has_weights = weights is not None and isinstance(self.policy, nn.Module)
-        if has_weights:
-            try:
-                self.policy.load_state_dict(weights)
-            except RuntimeError as error:
-                raise ArgumentError(
-                    f"the state has the weights of another policy: {error}"
-                ) from error
-        has_statistics = self._backend.load_statistics(state)
-        # From here on, workers may be waited for. If that is interrupted, load the state again.
-        self._is_loading = True
-        if has_weights or has_statistics:
-            self.update_policy_weights_()
-        self._backend.drop_trajectories()  # a batch that the buffer refused has ids from before
-        self._backend.frames = self._backend.resumed_frames = state["frames"]
-        self._resumes = state["resumes"] + 1
-        self._backend.resume(state["policy_version"], state["next_traj_id"])
-        if state["seed"] is not None:
-            seed, static_seed = state["seed"]
-            self.set_seed(env_seed(seed, self._resumes, stream=Stream.RESUMED), static_seed)
-            self._seed = seed, static_seed
-        self._is_loading = False
+        self._resumption.load(state, self.set_seed)
 
 
 # TorchRL's name for it.

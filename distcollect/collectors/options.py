@@ -1,6 +1,6 @@
 """The arguments of the collectors: their names, defaults, texts and checks, each written once.
 
-Each collector takes one of the classes here and in :mod:`.worker_options` (see :mod:`.signature`):
+Each collector takes one of the classes here (see :mod:`.signature`):
 the fields are the collector's arguments, and the text of each field is the text of the argument in
 ``help()``. To add an argument, add a field and its text.
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, ClassVar, TypeAlias
 
@@ -21,16 +21,33 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
-from distcollect.collectors import validation
+from distcollect.collectors import pickling, validation
 from distcollect.collectors.replay import ReplayBuffer
 from distcollect.collectors.stacklevel import users_stack_level
 from distcollect.collectors.validation import Devices
-from distcollect.config import Faults, Monitor, Normalize
+from distcollect.common.tables import counted
+from distcollect.config import (
+    EvaluationWorkers,
+    Faults,
+    Monitor,
+    Normalize,
+    Staleness,
+    WeightSync,
+)
+from distcollect.engine.pickled_plan import PickledPlan
 from distcollect.engine.plan import WorkerPlan
 from distcollect.envs.kinds import is_env
+from distcollect.errors import ArgumentError
+from distcollect.integrations import load
+from distcollect.launch.cpu_placement import num_cores
+from distcollect.launch.open_hosts import current
+from distcollect.net.tls import check_security
 from distcollect.policy.base import Exploration
 from distcollect.policy.normalize import Normalizer
 from distcollect.policy.weight_layout import STATISTICS, module_of, uncompiled
+from distcollect.transport import start
+from distcollect.transport.peer_ids import identity
+from distcollect.weights.updaters import WeightUpdaterBase
 
 EnvMaker: TypeAlias = "str | Callable[..., gym.Env[Any, Any] | gym.vector.VectorEnv[Any, Any, Any]]"
 Env: TypeAlias = "gym.Env[Any, Any] | gym.vector.VectorEnv[Any, Any, Any]"
@@ -346,3 +363,350 @@ class SyncOptions(CollectorOptions):
     def num_envs(self) -> int:
         """Number of envs; a vector env counts as one."""
         return len(self.makers) if isinstance(self.create_env_fn, list) else self.envs_per_worker
+
+
+@dataclass(frozen=True, eq=False)
+class WorkerOptions(CollectorOptions):
+    """Arguments of every collector that has workers.
+
+    Attributes:
+        create_env_fn: an env id; a callable that makes a ``gymnasium.Env`` or ``VectorEnv``, a
+            TorchRL ``EnvBase`` or a PettingZoo ``ParallelEnv``; or a list of these, one for
+            each worker (a worker that joins later gets the one at its worker_id modulo the
+            length of the list). A callable with a parameter named ``context`` gets an
+            :class:`~distcollect.EnvContext`.
+        policy: TensorDictModule, module or callable from observation to action, to
+            (action, dict of extras), or to a ``torch.distributions.Distribution``; None:
+            random actions. It always sees a leading dimension of envs. It is copied to the
+            workers now; :meth:`update_policy_weights_` sends newer weights.
+        policy_factory: called on each worker to make the policy. With a ``policy`` too, the
+            workers' policies begin with its weights, and it is the one to publish. A list has one
+            for each worker; their policies must have weights of the same names and shapes.
+        init_fn: called on each worker before anything else is made there.
+        frames_per_batch: frames in each batch; in sync mode a multiple of all envs of all
+            workers, in async mode of one worker's envs.
+        num_workers: number of workers; None: one for each maker in a list, else one for each core
+            of this host.
+        envs_per_worker: number of envs that each worker steps.
+        device: the default of the following three. A list, here and there, has one device for
+            each worker.
+        policy_device: where the workers' policies compute; None: on the kind of device where the
+            policy is now, so a policy on a GPU needs a GPU on each worker's host.
+        models: further modules, by name, that are published with the policy as one version: an
+            observation normalizer, an encoder inside the envs. Policy and env makers that
+            refer to them refer to the workers' copies there.
+        cat_results: shape of a sync batch: 0 for ``[W * n, T]``, "stack" for ``[W, n, T]``, -1
+            for ``[n, W * T]``.
+        preemptive_threshold: in sync mode, once this share of a batch's rollouts is there (from 0,
+            the first one, to 1), the other workers are told to deliver what they have. The
+            missing frames are padding: False in ``("collector", "mask")``. With ``cat_results=-1``
+            they are left out.
+        batch_deadline_s: in sync mode, the same, this many seconds after a batch was requested.
+        update_at_each_batch: publish the policy's weights automatically between two batches: in
+            sync mode to all workers, in async mode to the one that delivered the last batch, and to
+            the evaluation workers.
+        max_weight_update_interval: ``update_at_each_batch`` also sends to workers that are more
+            than this many versions behind; ``worker_ids="lagging"`` means these.
+        weight_sync: what is sent, and when the workers use it.
+        weight_updater: how weights are sent: a :class:`WeightUpdaterBase` of ours or of TorchRL's,
+            or a callable that makes one; None: an :class:`AutoUpdater`, or if ``weight_sync`` names
+            a backend a :class:`BroadcastUpdater`.
+        staleness: how old the policy of a delivered frame may be; None: any age.
+        reproducible: in async mode, the same batches each time (after ``set_seed``). Workers
+            deliver in turn. Each begins a rollout when the batch after its previous one is
+            requested, with the weights published by then, and keeps these weights to the end. So a
+            frame's lag is the number of publications meanwhile: one less than there are
+            workers, if each batch is followed by one. Once a worker dies, batches differ.
+        evaluation: how many of the workers evaluate the policy instead of collecting.
+        transport: by what the workers are called: "rpc", torch's RPC, or "tcp", the connections by
+            which they join; None: what DISTCOLLECT_TRANSPORT says, else "tcp" where all workers
+            are local, and "rpc" where they may be on other hosts.
+    """
+
+    create_env_fn: EnvMaker | Sequence[EnvMaker] = field(kw_only=False)
+    _: KW_ONLY
+    num_workers: int | None = None
+    init_fn: Callable[[], Any] | None = None
+    sync: bool = field(default=False, init=False)
+    cat_results: int | str | None = 0
+    preemptive_threshold: float | None = None
+    batch_deadline_s: float | None = None
+    update_at_each_batch: bool = False
+    max_weight_update_interval: int | None = None
+    weight_sync: WeightSync | None = None
+    weight_updater: WeightUpdaterBase | Callable[[], WeightUpdaterBase] | None = None
+    staleness: Staleness | None = None
+    reproducible: bool = False
+    evaluation: EvaluationWorkers | None = None
+    transport: str | None = None
+    listen: str | None = field(default=None, init=False)
+    security: str | None = field(default=None, init=False)
+
+    has_workers: ClassVar[bool] = True
+    # Whether the workers are on this host, whatever the launch provides.
+    is_local: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.joins != 0 and not self.sync:
+            raise ArgumentError(
+                f"cat_results={self.joins!r} is for sync=True: without it a batch is one rollout"
+            )
+        if (bound := self.staleness) is not None and self.masked_bound is None:
+            if self.reproducible:
+                raise ArgumentError(
+                    f"reproducible=True and {bound}: the lag is fixed then; mode='mask' works"
+                )
+            if self.sync and bound.max_policy_age is not None:
+                raise ArgumentError(
+                    f"sync=True and {bound}: a batch has frames of all workers, also of those that "
+                    "got no newer weights; mode='mask' works"
+                )
+        for name in ("preemptive_threshold", "batch_deadline_s"):
+            if not self.sync and (value := getattr(self, name)) is not None:
+                raise ArgumentError(
+                    f"{name}={value!r} is for sync=True: without it no batch waits for a slow "
+                    "worker"
+                )
+        # These check what they are made from.
+        _ = self.num_collecting, self.updater, self.transport_name
+        if not load("rounding of frames")(self.makers):
+            validation.num_steps(self, self.envs_per_worker)
+        if len(self.factories) not in (0, 1, self.num_to_start):
+            raise ArgumentError(
+                f"policy_factory has {len(self.factories)} factories for "
+                f"{counted(self.num_to_start, 'worker')}: a list has one for each worker"
+            )
+
+    @property
+    def joins(self) -> int | str:
+        return 0 if self.cat_results is None else self.cat_results
+
+    @cached_property
+    def num_to_start(self) -> int:
+        """Number of workers to start with.
+
+        Raises:
+            ArgumentError: the launch has fewer.
+        """
+        launched = None if self.is_local or self.placer is not None else current()
+        if launched is not None:
+            return launched.num_workers(self.num_workers)
+        if self.num_workers is None and isinstance(self.create_env_fn, list | tuple):
+            return len(self.create_env_fn)
+        return self.num_workers or self._most_workers()
+
+    def _most_workers(self) -> int:
+        """Number of workers where neither the user nor a launch says it."""
+        return num_cores()
+
+    @cached_property
+    def num_collecting(self) -> int:
+        """Number of workers that collect; those with higher ids evaluate.
+
+        Raises:
+            ArgumentError: there are none.
+        """
+        num_evaluating = self.evaluation.num_workers if self.evaluation else 0
+        if num_evaluating >= self.num_to_start:
+            raise ArgumentError(
+                f"EvaluationWorkers(num_workers={num_evaluating}): of {self.num_to_start} "
+                "worker(s), at least one has to collect"
+            )
+        return self.num_to_start - num_evaluating
+
+    @property
+    def evaluating(self) -> range:
+        """The ids of the workers that evaluate."""
+        return range(self.num_collecting, self.num_to_start)
+
+    @property
+    def rollouts_per_batch(self) -> int:
+        """Number of rollouts in a batch: one of each worker in sync mode, else one."""
+        return self.num_collecting if self.sync else 1
+
+    @cached_property
+    def makers(self) -> list[object]:
+        """One env maker for each worker, by worker_id."""
+        return validation.env_makers(self.create_env_fn, self.num_to_start)
+
+    @property
+    def weight_options(self) -> WeightSync:
+        """``weight_sync``, or its defaults."""
+        return self.weight_sync or WeightSync()
+
+    @cached_property
+    def updater(self) -> WeightUpdaterBase:
+        """The updater that moves the weights; the same object each time."""
+        made: WeightUpdaterBase = load("weight updater")(
+            self.weight_updater, self.weight_options.backend
+        )
+        return made
+
+    @cached_property
+    def transport_name(self) -> str:
+        """The name of the transport.
+
+        Raises:
+            ArgumentError: there is no such transport, or it can't be used here.
+        """
+        is_alone = identity().num_trainers == 1
+        # For local workers, then nothing listens.
+        name = start.chosen(self.transport, start.TCP if self.is_local and is_alone else start.RPC)
+        if name == start.TCP and not is_alone:
+            raise ArgumentError(
+                f"transport={name!r}: several trainers need {start.RPC!r}, to hand rollouts over"
+            )
+        return name
+
+    @property
+    def masked_bound(self) -> Staleness | None:
+        """Frames that are older are masked; None: none are."""
+        bound = self.staleness
+        return bound if bound is not None and bound.mode == "mask" else None
+
+    @property
+    def has_mask(self) -> bool:
+        """True if a batch can hold padding or masked frames."""
+        limits = (self.masked_bound, self.preemptive_threshold, self.batch_deadline_s)
+        return any(limit is not None for limit in limits)
+
+    def plan(self, worker_id: int = 0, *, traces: bool) -> WorkerPlan:
+        weights = self.weight_options
+        return replace(
+            super().plan(worker_id, traces=traces),
+            create_env_fn=self.makers[worker_id],
+            swap_within_rollouts=weights.swap_within_rollouts and not self.reproducible,
+            exact_version=self.reproducible,
+            exclude=self._names_of(weights.exclude),
+            init_fn=self.init_fn,
+            pre_collect_hook=self.pre_collect_hook,
+            post_collect_hook=self.post_collect_hook,
+        )
+
+    def _names_of(self, patterns: Sequence[str]) -> tuple[str, ...]:
+        """Patterns of names of weights, as the names are where statistics are published too."""
+        has_own_name = self.normalizer is None or self.named_models
+        return tuple(each if has_own_name else f"policy.{each}" for each in patterns)
+
+    def pickled_plans(self, *, traces: bool) -> list[PickledPlan]:
+        """The pickled :class:`WorkerPlan` of each worker, by worker_id.
+
+        Args:
+            traces: whether the workers record what they do when.
+
+        Raises:
+            PolicyNotSendable: the policy can't be pickled.
+            ArgumentError: another argument can't be pickled.
+        """
+        workers = range(self.num_to_start)
+        return pickling.pickled_plans([self.plan(each, traces=traces) for each in workers])
+
+
+@dataclass(frozen=True, eq=False)
+class MultiSyncOptions(WorkerOptions):
+    """Arguments of :class:`~distcollect.MultiSyncDataCollector`.
+
+    Attributes:
+        frames_per_batch: frames in each batch; a multiple of all envs of all workers.
+        cat_results: how the workers' rollouts are joined, see the table above; None: "stack".
+        update_at_each_batch: publish the policy's weights automatically between two batches.
+    """
+
+    _: KW_ONLY
+    sync: bool = field(default=True, init=False)
+    cat_results: int | str | None = "stack"
+
+    @property
+    def joins(self) -> int | str:
+        return "stack" if self.cat_results is None else self.cat_results
+
+
+@dataclass(frozen=True, eq=False)
+class MultiAsyncOptions(WorkerOptions):
+    """Arguments of :class:`~distcollect.MultiaSyncDataCollector`.
+
+    Attributes:
+        frames_per_batch: frames in each batch; a multiple of one worker's envs.
+        update_at_each_batch: publish the policy's weights automatically between two batches, to
+            the worker that delivered the last one.
+        cat_results: has no effect, as a batch is one rollout: 0, "stack" or None.
+    """
+
+    @property
+    def joins(self) -> int | str:
+        return 0 if self.cat_results == "stack" else super().joins
+
+
+@dataclass(frozen=True, eq=False)
+class AsyncOptions(MultiAsyncOptions):
+    """Arguments of :class:`~distcollect.aSyncDataCollector`.
+
+    Attributes:
+        create_env_fn: an env id, or a callable that makes a ``gymnasium.Env`` or ``VectorEnv``, a
+            TorchRL ``EnvBase`` or a PettingZoo ``ParallelEnv``. A callable with a parameter named
+            ``context`` gets an :class:`~distcollect.EnvContext`.
+        frames_per_batch: frames in each batch; a multiple of the number of envs.
+    """
+
+    create_env_fn: EnvMaker = field(kw_only=False)
+    _: KW_ONLY
+    num_workers: int | None = field(default=1, init=False)
+
+
+@dataclass(frozen=True, eq=False)
+class RPCOptions(WorkerOptions):
+    """Arguments of :class:`~distcollect.RPCDataCollector`.
+
+    Attributes:
+        num_workers: number of workers; None: all that the launch provides; without a launch, one
+            for each maker in a list, else one for each core of this host.
+        sync: True: a batch ``[W * n, T]`` is one rollout from each worker, rows in the order of
+            worker_id; workers collect it when it is requested. False: a batch ``[n, T]`` is one
+            rollout from whichever worker is done first; the others keep collecting. W workers run
+            at most W + min(W, 2) rollouts ahead of the trainer. If it is slower than they are and
+            publishes once for each batch, frames lag by about that many versions; a ``staleness``
+            bounds the lag.
+        listen: "HOST:PORT" of this host, where ``distcollect worker --join`` can add workers
+            at any time; None: the value of DISTCOLLECT_LISTEN, else nowhere. Under a launcher, set
+            DISTCOLLECT_LISTEN instead.
+        security: "tls" encrypts the connections by which workers join, "token" does not; None: what
+            DISTCOLLECT_SECURITY says, else "tls" between hosts. Under a launcher, set
+            DISTCOLLECT_SECURITY instead.
+    """
+
+    _: KW_ONLY
+    sync: bool = False
+    listen: str | None = None
+    security: str | None = None
+
+    squeeze: ClassVar[bool] = False
+    is_local: ClassVar[bool] = False
+
+    @cached_property
+    def placer(self) -> Any:
+        return load("ray job").settings()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_security(self.security)
+        if self.security is not None and self.transport_name != start.TCP:
+            raise ArgumentError(
+                f"security={self.security!r} is for transport='tcp': torch's RPC encrypts nothing"
+            )
+
+    def _most_workers(self) -> int:
+        return num_cores() if self.placer is None else load("ray job").num_workers()
+
+
+@dataclass(frozen=True, eq=False)
+class DistributedSyncOptions(RPCOptions):
+    """Arguments of :class:`~distcollect.DistributedSyncDataCollector`.
+
+    Attributes:
+        num_workers: number of workers; None: all that the launch provides; without a launch, one
+            for each maker in a list, else one for each core of this host.
+    """
+
+    _: KW_ONLY
+    sync: bool = field(default=True, init=False)

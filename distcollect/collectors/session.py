@@ -16,8 +16,8 @@ from torch import nn
 from distcollect.collectors import pickling
 from distcollect.collectors.backend import Backend, Batch, Hooks, UnpublishedChanges
 from distcollect.collectors.finalizer import Finalizer, close_first_at_exit, forgotten_closings
+from distcollect.collectors.options import WorkerOptions
 from distcollect.collectors.stacklevel import without_stop
-from distcollect.collectors.worker_options import WorkerOptions
 from distcollect.common import signals
 from distcollect.common.seeding import Stream, env_seed, next_seed
 from distcollect.errors import BatchTimeout, CollectorStateError, WorkerError, WorkerLost

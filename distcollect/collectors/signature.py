@@ -26,7 +26,7 @@ def takes(
     TorchRL's names for the arguments are accepted too.
 
     Args:
-        options: one of the classes in :mod:`.options` or :mod:`.worker_options`.
+        options: one of the classes in :mod:`.options`.
     """
     kind = cast("type[_Options]", options)
     signature = inspect.signature(kind)

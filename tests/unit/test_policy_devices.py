@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
+from distcollect.collectors.options import MultiSyncOptions
 from distcollect.collectors.pickling import home, pickled_plans
-from distcollect.collectors.worker_options import MultiSyncOptions
 from distcollect.engine.build import build_engine
 from distcollect.engine.pickled_plan import unpickled
 from distcollect.engine.plan import WorkerPlan

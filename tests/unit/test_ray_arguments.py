@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import distcollect as dc
-from distcollect.collectors.worker_options import RPCOptions
+from distcollect.collectors.options import RPCOptions
 from distcollect.integrations.ray import cluster as ray_cluster
 from distcollect.integrations.ray import job as ray_job
 from distcollect.integrations.ray.collector import RayOptions

@@ -80,7 +80,7 @@ class TestCollector:
         def collector(*args: Any, **kwargs: Any) -> None:
             made.update(kwargs, args=args)
 
-        module = "integrations.ray.collector" if "Ray" in kind else "collectors.generic"
+        module = "integrations.ray.collector" if "Ray" in kind else "collectors.classes"
         monkeypatch.setattr(f"distcollect.{module}.{kind}", collector)
         dc.Collector(SamplingEnv, frames_per_batch=8, **settings)
         expected = {"num_collectors": 1, "frames_per_batch": 8, **expected}

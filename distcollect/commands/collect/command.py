@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from distcollect.collectors.rpc import RPCDataCollector
+from distcollect.collectors.classes import RPCDataCollector
 from distcollect.commands.argtypes import count, declare
 from distcollect.commands.collect.saved import SavedFrames
 from distcollect.commands.main import INTERRUPTED

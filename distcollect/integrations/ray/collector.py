@@ -7,9 +7,9 @@ from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from typing import Any
 
-from distcollect.collectors.rpc import RPCDataCollector
+from distcollect.collectors.classes import RPCDataCollector
+from distcollect.collectors.options import RPCOptions
 from distcollect.collectors.signature import takes
-from distcollect.collectors.worker_options import RPCOptions
 from distcollect.errors import ArgumentError
 from distcollect.integrations.ray.settings import RaySettings
 

@@ -1,30 +1,106 @@
-"""The collectors that step envs in workers, on any hosts or on this one only."""
+"""The collectors: one that steps envs in the calling process, and those with workers."""
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, cast
 
 from tensordict import TensorDict
 
 from distcollect.collectors.base import DataCollectorBase
-from distcollect.collectors.session import Session
-from distcollect.collectors.signature import takes
-from distcollect.collectors.worker_options import (
+from distcollect.collectors.in_process import InProcess
+from distcollect.collectors.options import (
     AsyncOptions,
     DistributedSyncOptions,
     MultiAsyncOptions,
     MultiSyncOptions,
     RPCOptions,
+    SyncOptions,
     WorkerOptions,
 )
+from distcollect.collectors.session import Session
+from distcollect.collectors.signature import takes
 from distcollect.common import checks, signals
 from distcollect.envs.base import called
 from distcollect.errors import ArgumentError, ArgumentTypeError, CollectorStateError, WorkerError
+from distcollect.integrations import load
 from distcollect.pool.handover import RolloutReference
 from distcollect.results import Evaluation, LedgerReport, WorkerState, WorkerThroughput
+
+
+class SyncDataCollector(DataCollectorBase):
+    """Steps envs in the calling process; a batch is collected when it is requested.
+
+    The policy is shared, not copied: training it in place shows in the next batch. In the
+    background, after ``start()``, it is copied. Batches are ``[T]`` for one env, ``[n, T]`` for n.
+
+    In the background, a thread of this process steps the envs, and settings of the whole process
+    apply to both: TorchRL's losses, for example, set the exploration type of all TensorDict modules
+    while they compute. In that case use :class:`aSyncDataCollector`.
+
+    Envs that it made are closed by :meth:`shutdown`, at exit, and when nobody refers to the
+    collector any more; envs of yours that you passed only by :meth:`shutdown`.
+    """
+
+    _backend_class = InProcess
+    _options: SyncOptions
+    _backend: InProcess
+
+    @takes(SyncOptions)
+    def __init__(self, options: SyncOptions) -> None:
+        """Make the envs, and try envs and policy.
+
+        Raises:
+            ArgumentError, ArgumentTypeError: an argument is wrong.
+            EnvError, PolicyError: an env or the policy failed when tried.
+        """
+        self._open(options)
+
+    @property
+    def env(self) -> Any:
+        """The env that it steps, or a list of several."""
+        envs = self._backend.engine.envs.members
+        return envs[0] if len(envs) == 1 else envs
+
+    def getattr_env(self, attr: str) -> Any:
+        """An attribute of the env, or of the first one of several."""
+        return getattr(self._backend.engine.envs.members[0], attr)
+
+    def get_distant_attr(self, attr: str) -> Any:
+        """An attribute of this collector, or with dots of its parts, such as "env.specs"."""
+        return operator.attrgetter(attr)(self)
+
+    def _map_one(self, worker_id: int, path: str, *args: Any, **kwargs: Any) -> Any:
+        return self.get_distant_attr(path)(*args, **kwargs)
+
+    def fake_tensordict(self) -> TensorDict:
+        """A batch of zeros, with the entries and the shape of the batches that it will deliver.
+
+        Raises:
+            CollectorStateError: with ``trajs_per_batch``, or with an env whose entries change their
+                shapes: there a batch has no fixed shape.
+        """
+        self._check_open()
+        layout = self._backend.layout
+        is_loose = layout.is_loose
+        if is_loose or self._options.trajs_per_batch is not None:
+            raise CollectorStateError(
+                "fake_tensordict(): batches of this collector have no fixed shape: take a batch"
+            )
+        return self._backend.zeros()
+
+    def reset(self) -> None:
+        """Start the next batch with a reset of all envs.
+
+        With ``trajs_per_batch``, the trajectories that were not delivered are dropped.
+        """
+        self._check_open()
+        self._backend.drop_trajectories()
+        self._backend.engine.reset()
 
 
 class RPCDataCollector(DataCollectorBase):
@@ -362,3 +438,136 @@ DistributedSyncCollector = DistributedSyncDataCollector
 AsyncCollector = aSyncDataCollector
 MultiSyncCollector = MultiSyncDataCollector
 MultiAsyncCollector = MultiaSyncDataCollector
+
+_BACKENDS = {
+    "direct": "direct",
+    "process": "process",
+    "multiprocessing": "process",
+    "rpc": "rpc",
+    "distributed": "rpc",
+    "submitit": "rpc",
+    "ray": "ray",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class GenericOptions(SyncOptions):
+    """Arguments of :class:`~distcollect.Collector`, where it steps envs in this process.
+
+    Attributes:
+        backend: where envs are stepped: "direct" in this process, "process" in local worker
+            processes, "rpc" or "distributed" in workers on any hosts, "ray" in workers that a Ray
+            cluster starts; None: "process" if ``num_collectors`` is given, else "direct".
+        backend_options: further arguments for the collector that the backend selects.
+        num_collectors: number of workers; None: one for each maker in a list, else one.
+        sync: with workers, True: a batch is one rollout from each; False: from one of them.
+        worker_idx: without workers, the ``worker_id`` that env makers with a parameter named
+            ``context`` are given; None: 0.
+    """
+
+    _: KW_ONLY
+    backend: str | None = None
+    backend_options: Mapping[str, Any] | None = None
+    num_collectors: int | None = None
+    sync: bool | None = None
+    worker_idx: int | None = None
+
+    @property
+    def worker_id(self) -> int:
+        return self.worker_idx or 0
+
+
+class Collector(SyncDataCollector):
+    """TorchRL's name for all collectors: ``backend`` and ``num_collectors`` select one.
+
+    By default it is a :class:`SyncDataCollector`, which steps envs in the calling process. With
+    ``backend="process"`` or ``num_collectors`` the call returns a :class:`MultiSyncDataCollector`
+    (``sync=True``) or a :class:`MultiaSyncDataCollector`; with ``backend="rpc"`` or "distributed" a
+    :class:`RPCDataCollector`; with "ray" a :class:`RayDataCollector`. These take the arguments of
+    that class.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make the collector that the arguments select.
+
+        Raises:
+            ArgumentError, ArgumentTypeError: the arguments contradict each other.
+        """
+        if cls is not Collector:
+            return super().__new__(cls)
+        backend = _backend(kwargs)
+        if backend != "direct":
+            return _with_workers(backend, args, kwargs)
+        _check_direct(kwargs)
+        return super().__new__(cls)
+
+    _options: GenericOptions
+
+    @property
+    def worker_idx(self) -> int | None:
+        """``worker_idx`` as it was given."""
+        return self._options.worker_idx
+
+    @takes(GenericOptions)
+    def __init__(self, options: GenericOptions) -> None:
+        """Make the envs, and try envs and policy.
+
+        Raises:
+            ArgumentError, ArgumentTypeError: an argument is wrong.
+            EnvError, PolicyError: an env or the policy failed when tried.
+        """
+        self._open(options)
+
+
+# What inspect.signature() and help() show of the class.
+setattr(Collector.__new__, "__signature__", inspect.signature(Collector.__init__))  # noqa: B010
+
+
+def _backend(kwargs: Mapping[str, Any]) -> str:
+    given, count = kwargs.get("backend"), checks.plain(kwargs.get("num_collectors"))
+    checks.positive("num_collectors", count, optional=True)
+    if given is None:
+        return "direct" if count is None else "process"
+    if given not in _BACKENDS:
+        raise ArgumentError(f"backend={given!r}: use one of {', '.join(map(repr, _BACKENDS))}")
+    return _BACKENDS[given]
+
+
+def _check_direct(kwargs: Mapping[str, Any]) -> None:
+    if kwargs.get("num_collectors") not in (None, 1):
+        raise ArgumentError(
+            "backend='direct' has at most one collector, in this process: use backend='process'"
+        )
+    for name in ("sync", "backend_options"):
+        if kwargs.get(name):
+            raise ArgumentError(f"{name} is for collectors with workers, and backend is 'direct'")
+
+
+def _with_workers(backend: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The collector with workers that the arguments select."""
+    given = dict(kwargs)
+    name, options = given.pop("backend", None), given.pop("backend_options", None) or {}
+    if twice := options.keys() & {*given, *("create_env_fn", "policy")[: len(args)]}:
+        raise ArgumentError(f"backend_options has duplicates of arguments: {sorted(twice)}")
+    # TorchRL's backends have an argument `backend` too: "gloo" or "nccl".
+    given.update(options)
+    if name == "submitit" and given.setdefault("launcher", "submitit") != "submitit":
+        raise ArgumentError("backend='submitit' requires launcher='submitit'")
+    sync = given.pop("sync", None)
+    if sync is not None and not isinstance(sync, bool):
+        raise ArgumentTypeError(f"sync={sync!r}: must be True or False")
+    makers = args[0] if args else given.get("create_env_fn")
+    if not isinstance(makers, list | tuple):
+        given.setdefault("num_collectors", 1)
+    if backend in ("rpc", "ray"):
+        anywhere = load("collector of ray") if backend == "ray" else RPCDataCollector
+        return anywhere(*args, sync=bool(sync), **given)
+    return MultiCollector(*args, sync=bool(sync), **given)
+
+
+class MultiCollector:
+    """TorchRL's name for :class:`MultiSyncDataCollector` and :class:`MultiaSyncDataCollector`."""
+
+    def __new__(cls, *args: Any, sync: bool, **kwargs: Any) -> Any:
+        """Make the collector that ``sync`` selects; it takes the same arguments."""
+        return (MultiSyncDataCollector if sync else MultiaSyncDataCollector)(*args, **kwargs)
