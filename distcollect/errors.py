@@ -88,8 +88,11 @@ class EnvError(WorkerError):
         num_env_faults: how often envs had raised in the worker's process; 0 if that is not known.
         env_faults: the newest of these that were not reported before, each an
             :class:`~distcollect.EnvFault`.
+        is_permanent: an env returned from its first step what no Gymnasium env may return: a new
+            one would do the same.
     """
 
+    is_permanent: bool = False
     num_env_faults: int = 0
     env_faults: tuple[Any, ...] = ()
 

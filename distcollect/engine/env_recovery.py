@@ -90,14 +90,15 @@ class EnvRecovery:
         If that fails, try again after a pause; pauses double.
 
         Raises:
-            EnvError: the env cannot be made again, or failed too often in a row.
+            EnvError: the env cannot be made again, failed too often in a row, or is permanent.
             Stopped: see :meth:`stop`.
         """
         error = fault.error
         while True:
             self._counter.env_raised(error.message)
             num_faults = self._count_fault(fault.rows)
-            if num_faults > self._max_faults or not self._envs.can_rebuild(fault.rows[0]):
+            can_rebuild = self._envs.can_rebuild(fault.rows[0]) and not error.is_permanent
+            if num_faults > self._max_faults or not can_rebuild:
                 raise _final_error(error, num_faults - 1)
             self._warn(error.message, num_faults)
             # No pause before the first attempt, then 0.1 s, 0.2 s, 0.4 s and so on.

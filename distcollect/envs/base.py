@@ -509,7 +509,9 @@ class EnvBatch(Envs):
             return super()._as_env_error(error, call, row)
         # The number of the last step is counted over all episodes.
         # Without the MisfitError as its cause: the traceback would show our own code only.
-        return EnvError(f"{self.name(row)}: {call}() returned {error} (step {self._num_steps:,})")
+        wrong = EnvError(f"{self.name(row)}: {call}() returned {error} (step {self._num_steps:,})")
+        wrong.is_permanent = call == "step" and self._num_steps == 1
+        return wrong
 
 
 class NamingEnv:

@@ -6,11 +6,17 @@ turns None into NaN.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 _NUMBERS = "biuf"  # kinds of dtypes: bool, signed, unsigned, float
+# What each call returns, and how many values it returned in the old gym package.
+_RESULTS = {
+    "reset": (("observation", "info"), 1),
+    "step": (("observation", "reward", "terminated", "truncated", "info"), 4),
+}
 
 
 class MisfitError(ValueError):
@@ -77,6 +83,24 @@ def flag(value: Any) -> bool:
     if found not in (0.0, 1.0):
         raise MisfitError(_described(value))
     return bool(found)
+
+
+def check_result(call: str, result: Any) -> None:
+    """Check what ``"reset"`` or ``"step"`` of an env returned, without the observation.
+
+    Raises:
+        MisfitError: it has not the form that Gymnasium wants.
+    """
+    wanted, of_old_gym = _RESULTS[call]
+    if not isinstance(result, tuple) or len(result) != len(wanted):
+        is_tuple, given = isinstance(result, tuple), type(result).__name__
+        if is_tuple:
+            given = f"{len(result)} values ({', '.join(type(each).__name__ for each in result)})"
+        is_old = (len(result) if is_tuple else 1) == of_old_gym
+        hint = "; is it an env of the old gym package?" if is_old else ""
+        raise MisfitError(f"{given}, not the {len(wanted)} ({', '.join(wanted)}){hint}")
+    if not isinstance(result[-1], Mapping):
+        raise MisfitError(f"{_described(result[-1])} as the info, which must be a dict")
 
 
 def _as_array(value: Any) -> np.ndarray:

@@ -20,9 +20,9 @@ from distcollect.envs.base import (
     space_of,
     with_key_paths,
 )
-from distcollect.envs.coercion import MisfitError, flag, number, write
+from distcollect.envs.coercion import MisfitError, check_result, flag, number, write
 from distcollect.envs.info import space_of_info
-from distcollect.errors import EnvError, SpaceError
+from distcollect.errors import SpaceError
 from distcollect.rollout.spaces import Arrays, Entries, leaves_of, unflatten
 
 V = TypeVar("V")
@@ -176,11 +176,7 @@ class SingleEnvBatch(EnvBatch):
         self._steps[index] = self._checked_step(index)
         with self._naming_env("reset", index):
             result: Any = self.members[index].reset(seed=None if seeds is None else seeds[0])
-            if not isinstance(result, tuple) or len(result) != 2:
-                raise EnvError(
-                    f"{self.name(index)}: reset() returned no (observation, info); is it an env of "
-                    "the old gym package?"
-                )
+            check_result("reset", result)
             value, info = result
             self._put(index, value)
             self._put_info(index, info)
@@ -191,11 +187,7 @@ class SingleEnvBatch(EnvBatch):
 
         def checked(action: Any) -> Any:
             result: Any = step(action)
-            if not isinstance(result, tuple) or len(result) != 5:
-                raise EnvError(
-                    f"{self.name(row)}: step() returned no (observation, reward, terminated, "
-                    "truncated, info); is it an env of the old gym package?"
-                )
+            check_result("step", result)
             self._steps[row] = step
             return result
 

@@ -22,7 +22,7 @@ from distcollect.envs.base import (
     called,
 )
 from distcollect.envs.closing import close
-from distcollect.envs.coercion import MisfitError, write
+from distcollect.envs.coercion import MisfitError, check_result, write
 from distcollect.envs.info import EPISODE, first_of_each, space_of_info
 from distcollect.errors import EnvError
 from distcollect.rollout.spaces import Arrays, unflatten
@@ -99,7 +99,9 @@ class VectorBatch(EnvBatch):
     def _reset_member(self, index: int, seeds: Sequence[int] | None) -> None:
         seed: Any = None if seeds is None else _seed_for(self._env, seeds)
         with self._naming_env("reset"):
-            value, infos = self._env.reset(seed=seed)
+            first: Any = self._env.reset(seed=seed)
+            check_result("reset", first)
+            value, infos = first
             self._put(value, slice(None))
             self._put_infos(self.obs, infos, self._all_rows)
         if not self._forgets_resets:
@@ -118,7 +120,10 @@ class VectorBatch(EnvBatch):
 
     def _advance_all(self, action: Arrays) -> Step:
         result = self._result
-        value, *scalars, infos = self._env.step(self._action_for_env(action))
+        returned: Any = self._env.step(self._action_for_env(action))
+        if self._num_steps == 1:
+            check_result("step", returned)
+        value, *scalars, infos = returned
         for leaf, path in self._obs_paths:
             part = self._part_at(value, leaf, path) if path else value
             self._write(self.obs[leaf.key], part, leaf)

@@ -30,7 +30,14 @@ from pathlib import Path
 from distcollect.common import worker_guard, worker_prints
 from distcollect.common.forks import Owner
 from distcollect.common.process_exit import ProcessExit
-from distcollect.common.step_counter import LIMIT_MS, STACK_SIGNAL, TASK, SharedStepCounter, Task
+from distcollect.common.step_counter import (
+    LIMIT_MS,
+    NUM_TASKS,
+    STACK_SIGNAL,
+    TASK,
+    SharedStepCounter,
+    Task,
+)
 from distcollect.launch import zygote
 from distcollect.launch.cpu_placement import CpuPlacement, Host
 from distcollect.launch.zygote import Inheritance
@@ -43,6 +50,8 @@ _WATCHDOG_PERIOD_S = 1.0
 _REAP_TIMEOUT_S = 8.0
 # From the signal that has a process write its stack until that is read, and the process ended.
 _STACK_S = 0.25
+# The same for a process that starts; the trainer ends it.
+_STARTING_S = 2.0
 _PRINTS_TIMEOUT_S = 1.0
 
 Block = tuple[int, ...]
@@ -115,6 +124,8 @@ class _Running:
     Attributes:
         boot: what it was started with.
         watch: whether it makes progress.
+        asked_at: seconds of the monotonic clock from which on it is asked for its stack, once, if
+            it is not ready.
         is_overdue: it was asked for its stack, as it made no progress.
         reason: why the watchdog has ended it; "" if it hasn't.
     """
@@ -123,8 +134,25 @@ class _Running:
     counters: SharedStepCounter
     boot: WorkerBoot
     watch: ProgressWatch
+    asked_at: float
     is_overdue: bool = False
     reason: str = ""
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether it has done nothing yet."""
+        return not any(block[NUM_TASKS] for block in self.counters.blocks())
+
+    def ask_for_stack(self) -> None:
+        """Have it write its stack, if it can."""
+        if (pid := self.worker_pid) is not None:
+            with contextlib.suppress(OSError):  # it ended, or this process gave up its user
+                os.kill(pid, STACK_SIGNAL)
+
+    def place(self) -> str:
+        """Say where it was when it wrote its stack; "" if it didn't."""
+        stack = self.counters.stack()
+        return f"it was in {stack}" if stack else ""
 
     @property
     def worker_pid(self) -> int | None:
@@ -213,7 +241,9 @@ class LocalProcesses:
         finally:
             counters.close()
         watch = ProgressWatch(wanted.settings.step_timeout_s)
-        return _Running(process, counters, boot, watch)
+        start_s = wanted.settings.start_timeout_s
+        asked_at = time.monotonic() + start_s - min(_STARTING_S, start_s / 4)
+        return _Running(process, counters, boot, watch, asked_at)
 
     def kill(self, worker_id: int, incarnation: int) -> None:
         """End a worker at once, and all that it started; do nothing if it has ended."""
@@ -259,6 +289,8 @@ class LocalProcesses:
         code, reason = end.result()
         if code == -worker_guard.KILL:  # the guard had not started the worker yet
             code = -signal.SIGKILL
+        if running.is_starting:
+            reason = reason or running.place()
         process_exit = ProcessExit(code, running.counters.stepped, running.reason or reason)
         self._events.exited(*key, process_exit)
         with self._lock:
@@ -271,6 +303,7 @@ class LocalProcesses:
             with self._lock:
                 all_running = list(self._running.values())
             limits = [limit / 4 for r in all_running if (limit := r.boot.settings.step_timeout_s)]
+            limits += [max(_STACK_S, r.asked_at - time.monotonic()) for r in all_running]
             limits += [_STACK_S for running in all_running if running.is_overdue]
             if self._closed.wait(min([_WATCHDOG_PERIOD_S, *limits])):
                 return
@@ -287,13 +320,15 @@ class LocalProcesses:
         if running.reason:
             return
         if overdue and running.is_overdue:  # by now it has written its stack, if it can
-            stack = running.counters.stack()
-            running.reason = overdue + (f"; it was in {stack}" if stack else "")
+            running.reason = "; ".join(filter(None, (overdue, running.place())))
             log.warning("%s: %s; killing it", running.boot.name, running.reason)
             self._kill(running)
-        elif overdue and (pid := running.worker_pid) is not None:
-            with contextlib.suppress(OSError):  # it ended, or this process gave up its user
-                os.kill(pid, STACK_SIGNAL)
+        elif overdue:
+            running.ask_for_stack()
+        elif now >= running.asked_at:
+            running.asked_at = math.inf
+            if running.is_starting:  # the trainer will end it soon
+                running.ask_for_stack()
         running.is_overdue = bool(overdue)
 
     def _watch_memory(self, running: _Running) -> None:

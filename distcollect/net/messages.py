@@ -183,6 +183,7 @@ class WorkerSettings:
             counted from 1.
         first_traj_id: the trajectory ids of this life of the run begin here.
         leave_timeout_s: how long it may take to leave.
+        start_timeout_s: by then after its start it has to be ready.
         step_timeout_s: its watchdog ends it when no step is finished for so long; None: never.
         max_bytes: its watchdog reports more memory than this; None: never.
     """
@@ -190,6 +191,7 @@ class WorkerSettings:
     collector: int = 1
     first_traj_id: int = 0
     leave_timeout_s: float = 0.0
+    start_timeout_s: float = 0.0
     step_timeout_s: float | None = None
     max_bytes: int | None = None
 

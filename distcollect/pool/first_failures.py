@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-from distcollect.errors import WorkerError, WorkerLost
+from distcollect.errors import EnvError, WorkerError, WorkerLost
 from distcollect.pool.worker_slots import WorkerSlot
 
 # In so many processes in a row of each worker. Fewer may be bad luck.
@@ -19,9 +19,11 @@ class FirstFailures:
     def __init__(self) -> None:
         """Start without failures."""
         self._messages: dict[int, dict[int, str]] = {}  # by worker_id and incarnation
+        self._have_collected = False
 
     def collected(self, worker_id: int) -> None:
         """A worker has collected a rollout."""
+        self._have_collected = True
         if self._messages:
             self._messages.pop(worker_id, None)
 
@@ -33,6 +35,8 @@ class FirstFailures:
             error: its exception.
             collecting: the worker_ids of all workers that collect.
         """
+        if isinstance(error, EnvError) and error.is_permanent and not self._have_collected:
+            return True
         if isinstance(error, WorkerLost) or slot.num_requests > 1:
             return False
         message = error.message if isinstance(error, WorkerError) else repr(error)

@@ -209,6 +209,7 @@ class Lifecycle(HostEvents):
             collector=self._collector,
             first_traj_id=identity().workers_first_traj_id,
             leave_timeout_s=self._faults.leave_timeout_s,
+            start_timeout_s=self._faults.start_timeout_s,
             step_timeout_s=self._faults.step_timeout_s,
             max_bytes=self._faults.max_worker_bytes,
         )

@@ -64,6 +64,8 @@ class Process:
     @property
     def death(self) -> DistCollectError:
         """The error for its end."""
+        if isinstance(self.failure, DeadlineError) and self.exit is not None and self.exit.reason:
+            return DeadlineError(f"{self.failure}; {self.exit.reason}")
         if self.failure is not None:
             return self.failure
         if self.exit is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from distcollect.errors import (
@@ -28,6 +28,7 @@ _PLAIN_ERRORS = (ArgumentError, ArgumentTypeError, DeadlineError, SpaceError)
 _ERROR_OF: dict[str, type[DistCollectError]] = {
     kind.__name__: kind for kind in (*_WORKER_ERRORS, *_PLAIN_ERRORS)
 }
+_OF_ENV_ERRORS = ("num_env_faults", "env_faults", "is_permanent")
 
 _PACKAGE = str(Path(__file__).parents[1])
 # Between two lines of this package there may be one of a context manager.
@@ -45,6 +46,7 @@ class Failure:
         remote_traceback: its traceback, see :func:`users_traceback`.
         num_env_faults: of an :class:`~distcollect.errors.EnvError`.
         env_faults: of the same.
+        is_permanent: of the same.
     """
 
     kind: str
@@ -53,14 +55,17 @@ class Failure:
     remote_traceback: str
     num_env_faults: int = 0
     env_faults: tuple[EnvFault, ...] = ()
+    is_permanent: bool = False
 
     @classmethod
     def of(cls, error: BaseException, worker_id: int) -> Failure:
         """Describe ``error``."""
         kind = type(error).__name__
         message = str(error) if isinstance(error, DistCollectError) else f"{kind}: {error}"
-        faults = (error.num_env_faults, error.env_faults) if isinstance(error, EnvError) else ()
-        return cls(kind, message, worker_id, users_traceback(error), *faults)
+        failure = cls(kind, message, worker_id, users_traceback(error))
+        if not isinstance(error, EnvError):
+            return failure
+        return replace(failure, **{name: getattr(error, name) for name in _OF_ENV_ERRORS})
 
     def error(self) -> DistCollectError:
         """Return the exception to raise at the trainer."""
@@ -69,7 +74,8 @@ class Failure:
             return kind(f"worker {self.worker_id}: {self.message}")
         error = kind(self.message, worker_id=self.worker_id, remote_traceback=self.remote_traceback)
         if isinstance(error, EnvError):
-            error.num_env_faults, error.env_faults = self.num_env_faults, self.env_faults
+            for name in _OF_ENV_ERRORS:
+                setattr(error, name, getattr(self, name))
         return error
 
 

@@ -453,7 +453,12 @@ RUNNING: list[Row] = [
         "observation_space of SamplingEnv is 'wide'",
         "one of gymnasium.spaces",
     ),
-    (lambda: sync(create_env_fn=OldReset), ENV, r"reset\(\) returned no", "env of the old gym"),
+    (
+        lambda: sync(create_env_fn=OldReset),
+        ENV,
+        r"reset\(\) returned ndarray, not the 2",
+        "env of the old gym",
+    ),
     (lambda: sync(policy=acts(0, 2)), POLICY, r"action 2 .*env 0.*Discrete\(2\)", "from 0 to 1"),
     (lambda: stepped(policy=acts(9, -1)), POLICY, "action -1 .*env 0 .CartPole", "from 0 to 1"),
     *(

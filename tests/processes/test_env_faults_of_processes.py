@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import multiprocessing
 import os
 import re
@@ -14,6 +15,7 @@ from typing import Any
 import gymnasium as gym
 import pytest
 from gymnasium.vector import AsyncVectorEnv
+from helpers.bad_calls import OldEnv
 from helpers.counting_envs import (
     CountingEnv,
 )
@@ -144,3 +146,15 @@ def test_a_worker_says_which_env_it_replaced(capfd: pytest.CaptureFixture[str]) 
     assert batch["next", "truncated"][marked].all()
     said = rf"^20.* worker 1 on {socket.gethostname()}: env 1 \(CartPole-v1\): step\(\) raised"
     assert re.search(said, capfd.readouterr().err, re.MULTILINE)
+
+
+def test_a_step_of_the_old_gym_ends_the_run_with_its_first_result(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with (
+        caplog.at_level(logging.WARNING, logger="distcollect"),
+        dc.MultiaSyncDataCollector(OldEnv, frames_per_batch=8, num_workers=2) as collector,
+        pytest.raises(dc.EnvError, match=r"returned 4 values.*old gym package\? \(step 1\)$"),
+    ):
+        collector.next()
+    assert not [each for each in caplog.messages if "replaced" in each]

@@ -111,3 +111,28 @@ def test_in_a_call(marked: Marked, sync: bool) -> None:
         collector.next()
         with pytest.raises(dc.EnvError, match="what 'unpicklable' returned can't be pickled"):
             collector.call("unpicklable")
+
+
+def hang_as_worker_1(context: dc.EnvContext) -> ProcessIdEnv:
+    if context.worker_id == 1:
+        take_a_long_nap()
+    return ProcessIdEnv()
+
+
+def take_a_long_nap() -> None:
+    time.sleep(1000)
+
+
+def test_in_the_start(marked: Marked) -> None:
+    with pytest.raises(
+        dc.DeadlineError,
+        match=r"^worker 1 did not make and reset its envs within 20 s; .* it was in "
+        r"take_a_long_nap \([^()]*\), called by hang_as_worker_1 \([^()]*\)$",
+    ):
+        dc.MultiSyncDataCollector(
+            hang_as_worker_1,
+            num_workers=2,
+            frames_per_batch=T,
+            faults=dc.Faults(start_timeout_s=20),
+        )
+    assert not marked.left()

@@ -13,6 +13,7 @@ from distcollect.pool.first_failures import FirstFailures
 from distcollect.pool.worker_slots import WorkerSlot
 from distcollect.roster.lifecycle import Lifecycle
 from distcollect.roster.status import RunPhase, Status
+from distcollect.transport.failure import Failure
 
 
 def test_all_workers_have_to_fail_three_times_by_the_same_error() -> None:
@@ -44,6 +45,15 @@ def test_a_worker_that_collects_nothing_does_not_end_the_run() -> None:
     """Those that collected have left, and others may come."""
     failures = FirstFailures()
     assert not failures.is_final(WorkerSlot(3, 0, 0), EnvError("worn out", worker_id=3), [])
+
+
+def test_an_env_that_no_replacement_cures_ends_a_run_that_has_collected_nothing() -> None:
+    failures, raised = FirstFailures(), EnvError("returned None as the reward")
+    raised.is_permanent = True
+    error = Failure.of(raised, 1).error()
+    assert failures.is_final(WorkerSlot(1, 0, 0, num_requests=2), error, [0, 1])
+    failures.collected(0)
+    assert not failures.is_final(WorkerSlot(1, 0, 0, num_requests=2), error, [0, 1])
 
 
 def test_the_run_ends_also_if_the_worker_owes_other_answers() -> None:
