@@ -27,7 +27,6 @@ from distcollect.common.forks import Owner
 from distcollect.common.seeding import Stream, env_seed, process_seeds
 from distcollect.engine.base import EngineBase
 from distcollect.engine.build import build_engine, build_engine_for
-from distcollect.engine.env_recovery import taken_faults
 from distcollect.engine.evaluator import Evaluator
 from distcollect.engine.interrupts import Stopped
 from distcollect.errors import ArgumentError, ArgumentTypeError, CollectorStateError, EnvError
@@ -136,20 +135,7 @@ class InProcess(Backend):
                 engine.collect(slab, random=random, fresh=True, frames=self.frames)
         except Stopped:
             raise CollectorStateError("the collector was shut down meanwhile") from None
-        versions = slab.policy_version  # in the background, none may be the newest yet
-        header = Header(
-            worker_id=0,
-            incarnation=0,
-            sequence=self._num_rollouts,
-            num_frames=slab.num_frames,
-            num_steps=slab.num_steps,
-            num_bytes=0,
-            policy_version=(int(versions.min()), int(versions.max())),
-            env_faults=engine.counter.env_faults,
-            faults=taken_faults(engine.counter, worker_id=0, incarnation=0),
-            work=engine.step_timer.work(),
-            spans=engine.step_timer.spans(),
-        )
+        header = engine.header(slab, 0, 0, self._num_rollouts)
         self._num_rollouts += 1
         self._stats_recorder.switch_to("assemble")
         self._stats_recorder.collected(header)

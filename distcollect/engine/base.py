@@ -14,7 +14,7 @@ import torch
 
 from distcollect.common.clock import clock_ns
 from distcollect.common.step_counter import NUM_TASKS, STEPPED, TASK, StepCounter, Task
-from distcollect.engine.env_recovery import EnvRecovery
+from distcollect.engine.env_recovery import EnvRecovery, taken_faults
 from distcollect.engine.interrupts import Interrupts, Stopped
 from distcollect.engine.plan import WorkerPlan
 from distcollect.envs.base import Envs
@@ -22,6 +22,7 @@ from distcollect.errors import EnvError, PolicyError
 from distcollect.policy.calling import moved
 from distcollect.policy.live_weights import LiveWeights
 from distcollect.policy.weight_layout import published
+from distcollect.rollout.header import Header
 from distcollect.rollout.layout import Layout
 from distcollect.rollout.slabs import AnySlab
 from distcollect.telemetry.step_timer import StepTimer
@@ -198,6 +199,28 @@ class EngineBase(ABC):
 
         self.interrupts.add_job(call)
         return answer
+
+    def header(
+        self, slab: AnySlab, worker_id: int, incarnation: int, sequence: int, num_bytes: int = 0
+    ) -> Header:
+        """Describe the rollout that was just collected into ``slab``; see :class:`Header`."""
+        versions, counter = slab.policy_version, self.counter
+        return Header(
+            worker_id,
+            incarnation,
+            sequence,
+            slab.num_frames,
+            slab.num_steps,
+            num_bytes,
+            policy_version=(int(versions.min()), int(versions.max())),
+            stepped=counter.stepped,
+            lost=tuple(counter.lost.items()),
+            env_faults=counter.env_faults,
+            faults=taken_faults(counter, worker_id, incarnation),
+            work=self.step_timer.work(),
+            spans=self.step_timer.spans(),
+            wire_form=slab.wire_form,
+        )
 
     def close(self) -> None:
         """Close the envs."""

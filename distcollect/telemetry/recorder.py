@@ -27,12 +27,12 @@ from distcollect.results import (
     WorkerStats,
     WorkerTimes,
 )
-from distcollect.rollout.header import Header
+from distcollect.rollout.header import Header, WorkReport
 from distcollect.telemetry.trace import PushTimes, Trace
 
 Activity = Literal["train", "collect", "weights", "transfer", "assemble"]
 
-_TIMES = "busy_ns", "env_ns", "policy_ns", "swap_ns", "wait_ns", "cpu_ns"  # of a WorkReport
+_TIMES = [name for name in WorkReport._fields if name.endswith("_ns")]
 _RECENT_EPISODES = 100
 _RECENT_FAULTS = 20
 # The recent rate is the rate since the oldest mark in this period.
@@ -169,8 +169,8 @@ class StatsRecorder:
         work = header.work
         with self._lock:
             tally = self._tally(header.worker_id)
-            for name, ns in zip(_TIMES, work[:6], strict=True):
-                tally.counts[name] += ns
+            for name in _TIMES:
+                tally.counts[name] += getattr(work, name)
             tally.counts["num_episodes"] += len(work.returns)
             self._faults.extend(header.faults)
             self._recent.extend(zip(work.returns, work.lengths, strict=True))

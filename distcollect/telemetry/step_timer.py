@@ -6,8 +6,9 @@ They cost very little: the clock is read only at every few steps.
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -33,7 +34,7 @@ class StepTimer:
     """Measures how long an engine spends on what, and keeps spans for a trace if there is one.
 
     Attributes:
-        env_ns, policy_ns, swap_ns, rests: see :class:`WorkReport`.
+        rests: see :class:`WorkReport`.
         due: index of the next step to be timed in the current rollout.
         stride: how many steps a timed step counts for.
     """
@@ -48,20 +49,15 @@ class StepTimer:
             metrics: see :class:`~distcollect.Monitor`.
             traces: keep spans.
         """
-        self.env_ns = 0
-        self.policy_ns = 0
-        self.swap_ns = 0
         self.rests: tuple[int, ...] = ()
         self.due = 0
         self.stride = 1
-        self._busy_ns = 0
-        self._wait_ns = 0
-        self._cpu_ns = 0
+        self._ns: Counter[str] = Counter()  # by their names in a WorkReport
         self._began_at = 0
         self._cpu_at = 0
         self._ended_at: int | None = None
         self._episodes = Episodes(num_envs)
-        self._finished: tuple[list[float], list[int]] = ([], [])
+        self._finished: tuple[tuple[float, ...], tuple[int, ...]] = ((), ())
         self._metrics = metrics or {}
         self._values: dict[str, tuple[float, ...]] | None = None
         self._traces = traces
@@ -87,13 +83,13 @@ class StepTimer:
         now = self._began_at = clock_ns()
         self._cpu_at = time.thread_time_ns()
         if self._ended_at is not None:
-            self._wait_ns += now - self._ended_at
+            self._ns["wait_ns"] += now - self._ended_at
 
     def end(self) -> None:
         """A rollout has ended, complete or not."""
         now = self._ended_at = clock_ns()
-        self._busy_ns += now - self._began_at
-        self._cpu_ns += time.thread_time_ns() - self._cpu_at
+        self._ns["busy_ns"] += now - self._began_at
+        self._ns["cpu_ns"] += time.thread_time_ns() - self._cpu_at
 
     def restart_wait(self) -> None:
         """Count the wait for the next request from now: until now the worker did something else."""
@@ -102,21 +98,21 @@ class StepTimer:
 
     def timed(self, begin: int, middle: int, end: int, stride: int) -> None:
         """A step was timed: the policy up to ``middle``, then envs; it counts ``stride`` times."""
-        self.policy_ns += (middle - begin) * stride
-        self.env_ns += (end - middle) * stride
+        self._ns["policy_ns"] += (middle - begin) * stride
+        self._ns["env_ns"] += (end - middle) * stride
         if self._keeps_steps:
             self._steps.append((begin, middle, end))
 
     def swapped(self, begin: int, end: int, version: int) -> None:
         """The newest weights were swapped in; they have this version."""
-        self.swap_ns += end - begin
+        self._ns["swap_ns"] += end - begin
         if version != self._version:
             self._version = version
             self._others.append((STEPS, f"swap in version {version}", begin, end))
 
     def was_reset(self, begin: int, end: int) -> None:
         """All envs were reset."""
-        self.env_ns += end - begin
+        self._ns["env_ns"] += end - begin
         self._others.append((STEPS, "reset", begin, end))
 
     def received(self, version: int, begin: int, end: int) -> None:
@@ -145,7 +141,8 @@ class StepTimer:
         took_ns = clock_ns() - self._began_at
         self.stride = 1 if took_ns > _SHORT_NS * slab.num_steps else _STRIDE
         self.rests = rests
-        self._finished = self._episodes.add(slab, rests)
+        returns, lengths = self._episodes.add(slab, rests)
+        self._finished = tuple(returns), tuple(lengths)
         if self._metrics:
             at = self._episodes.ended_at
             values = {name: slab.values_at(key, at) for name, key in self._metrics.items()}
@@ -153,22 +150,12 @@ class StepTimer:
 
     def work(self) -> WorkReport:
         """Return all that was measured since the last call."""
+        ns: Any = self._ns
+        self._ns = Counter()
         returns, lengths = self._finished
-        report = WorkReport(
-            self._busy_ns,
-            self.env_ns,
-            self.policy_ns,
-            self.swap_ns,
-            self._wait_ns,
-            self._cpu_ns,
-            tuple(returns),
-            tuple(lengths),
-            self._values,
-            self.rests,
+        return WorkReport(
+            **ns, returns=returns, lengths=lengths, metrics=self._values, rests=self.rests
         )
-        self._busy_ns = self.env_ns = self.policy_ns = self.swap_ns = 0
-        self._wait_ns = self._cpu_ns = 0
-        return report
 
 
 class Episodes:

@@ -33,7 +33,7 @@ from distcollect.engine.evaluator import Evaluator
 from distcollect.engine.pickled_plan import unpickled
 from distcollect.envs.registered import register_all
 from distcollect.errors import EnvError, PolicyError, RolloutGone, WorkerError
-from distcollect.results import EnvFault, Evaluation
+from distcollect.results import Evaluation
 from distcollect.rollout.assemble import assemble
 from distcollect.rollout.header import Header, Rollout
 from distcollect.rollout.layout import Tensors
@@ -110,7 +110,7 @@ class Worker(WorkerService):
             host_cores: those that workers may keep busy on this host; empty if unknown.
         """
         self.worker_id = worker_id
-        self._incarnation = incarnation
+        self._origin = worker_id, incarnation
         self._peer = peer
         self._address = address
         self.counter = counts or StepCounter()
@@ -231,14 +231,9 @@ class Worker(WorkerService):
         self._pre_collect_hook = plan.pre_collect_hook
         self._post_collect_hook = plan.post_collect_hook
         plan = plan.with_policy_made()
-        build = partial(build_engine, worker_id=self.worker_id, incarnation=self._incarnation)
-        evaluator = Evaluator(
-            plan,
-            build,
-            counter=self.counter.evaluation,
-            worker_id=self.worker_id,
-            incarnation=self._incarnation,
-        )
+        own: Any = dict(zip(("worker_id", "incarnation"), self._origin, strict=True))
+        build: Any = partial(build_engine, **own)
+        evaluator = Evaluator(plan, build, counter=self.counter.evaluation, **own)
         engine = build(plan, traj_ids=self._new_traj_ids(), counter=self.counter)
         weights = engine.weights
         receiver = WeightReceiver(weights, self._address, engine.step_timer.received)
@@ -274,26 +269,11 @@ class Worker(WorkerService):
             )
         except EnvError as error:
             error.num_env_faults = self.counter.env_faults
-            error.env_faults = self._faults()
+            error.env_faults = taken_faults(self.counter, *self._origin)
             raise
         tensors = slab.tensors()
-        versions = slab.policy_version
-        header = Header(
-            worker_id=self.worker_id,
-            incarnation=self._incarnation,
-            sequence=self._sequence,
-            num_frames=slab.num_frames,
-            num_steps=slab.num_steps,
-            num_bytes=sum(tensor.nbytes for tensor in tensors),
-            policy_version=(int(versions.min()), int(versions.max())),
-            stepped=self.counter.stepped,
-            lost=tuple(self.counter.lost.items()),
-            env_faults=self.counter.env_faults,
-            faults=self._faults(),
-            work=engine.step_timer.work(),
-            spans=engine.step_timer.spans(),
-            wire_form=slab.wire_form,
-        )
+        num_bytes = sum(tensor.nbytes for tensor in tensors)
+        header = engine.header(slab, *self._origin, self._sequence, num_bytes)
         if self._post_collect_hook is not None:
             # Copied, as the hook may keep it, and this memory is written to again.
             here = Rollout(header, slab.tensors(mapped=False))
@@ -304,9 +284,6 @@ class Worker(WorkerService):
         self._slabs[self._sequence] = slab
         self._sequence += 1
         return header, tensors
-
-    def _faults(self) -> tuple[EnvFault, ...]:
-        return taken_faults(self.counter, self.worker_id, self._incarnation)
 
     @_on_main_thread
     def evaluate(self, request: EvaluationRequest) -> Evaluation:
