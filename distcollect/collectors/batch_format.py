@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-from tensordict import LazyStackedTensorDict, TensorDict, is_non_tensor, lazy_stack
+from tensordict import LazyStackedTensorDict, TensorDict
 from tensordict.base import TensorDictBase
 
 from distcollect.collectors.options import CollectorOptions
@@ -260,42 +259,21 @@ def _by_trajectory(rows: TensorDict) -> tuple[TensorDict, torch.Tensor]:
 
 def _padded(frames: TensorDict, lengths: torch.Tensor) -> TensorDict:
     """``frames`` as rows of these lengths, padded to the longest."""
-    if isinstance(frames, LazyStackedTensorDict):
-        return _padded_loose(frames, lengths.tolist())
-    lengths = lengths.to(frames[TRAJ_IDS].device)
-    is_real = torch.arange(int(lengths.max()), device=lengths.device) < lengths[:, None]
-
-    def spread(key: Any, value: torch.Tensor) -> torch.Tensor:
-        out = value.new_full((*is_real.shape, *value.shape[1:]), -1 if key == TRAJ_IDS else 0)
-        indexable(out)[is_real] = indexable(value)
-        return out
-
-    batch: TensorDict = frames.named_apply(spread, nested_keys=True, batch_size=is_real.shape)
-    for key, part in reversed(list(batch.items(include_nested=True))):  # the innermost first
-        if isinstance(part, TensorDictBase):
-            part.batch_size = (*is_real.shape, *frames.get(key).batch_size[1:])
-    for key, value in frames.items(include_nested=True):
-        if is_non_tensor(value):  # left out above; padding repeats a row's last one
-            ends = lengths.cumsum(0)[:, None]
-            steps = torch.arange(is_real.shape[1], device=lengths.device)
-            batch.set(key, value[torch.minimum(ends - lengths[:, None] + steps, ends - 1)])
-    batch.names = [None, "time"]
-    batch[MASK] = batch[MASK] if MASK in frames.keys(include_nested=True) else is_real
-    return batch
-
-
-def _padded_loose(frames: LazyStackedTensorDict, lengths: list[int]) -> TensorDict:
-    """See :func:`_padded`, for frames whose shapes differ: padding has that of the last frame."""
-    rows = []
-    for part in frames.split(lengths):
-        padding = [part[-1].clone().zero_() for _ in range(max(lengths) - len(part))]
-        for frame in padding:
-            frame[TRAJ_IDS].fill_(-1)
-        rows.append(lazy_stack([*part.unbind(0), *padding], 0))
-    batch: TensorDict = lazy_stack(rows, 0)
+    lengths = lengths.to(frames[TRAJ_IDS].device).unsqueeze(1)
+    steps, ends = torch.arange(int(lengths.max()), device=lengths.device), lengths.cumsum(0)
+    is_real = steps < lengths
+    # What is no tensor, and the shapes of a loose layout, are padded by those of the last frame.
+    batch: TensorDict = frames[torch.minimum(ends - lengths + steps, ends - 1)]
+    if isinstance(batch, LazyStackedTensorDict):
+        batch = batch.clone()  # the same frame stands in several places
+        batch[~is_real].zero_()
+    else:
+        for value in batch.values(include_nested=True, leaves_only=True):
+            indexable(value)[~is_real] = 0
+    batch[TRAJ_IDS] = batch[TRAJ_IDS].masked_fill(~is_real, -1)
     batch.names = [None, "time"]
     if MASK not in frames.keys(include_nested=True):
-        batch[MASK] = batch[TRAJ_IDS] >= 0
+        batch[MASK] = is_real
     return batch
 
 

@@ -2,9 +2,10 @@
 
 The file is a JSON array of Chrome's trace events, which ui.perfetto.dev and chrome://tracing load.
 Workers record spans by their own clocks and send them with rollouts. The offset of a worker's clock
-follows from the rollouts alone: each began after its request was sent, and ended before its header
-arrived. The error is half the sum of the shortest request and the shortest answer so far. In the
-trace, rollouts from a host with another clock have the offset and the error among their arguments.
+follows from each rollout alone: it began after its request was sent, and ended before its header
+arrived. The answer takes less time than the request, which may wait for the rollout before: so a
+rollout from a host with another clock ends when its header arrives, and has the offset and the
+largest possible error among its arguments.
 """
 
 from __future__ import annotations
@@ -42,7 +43,6 @@ MAX_EVENTS = 1_000_000
 _TICK_NS = 125
 _TICKS_PER_US = 8
 _JOIN_TIMEOUT_S = 10.0
-_UNKNOWN_NS = 1 << 80
 _NOTHING: Mapping[str, Any] = {}
 # Processes are known by worker_id and incarnation.
 _TRAINER = -1, 0
@@ -65,43 +65,6 @@ class PushTimes(NamedTuple):
     ready_ns: int
     sent_ns: int
     end_ns: int
-
-
-class ClockOffset:
-    """The offset between the clock of another process and this one's.
-
-    The offset fits all rollouts so far. When clocks have drifted so far that none does, it starts
-    again with the newest rollout.
-    """
-
-    def __init__(self) -> None:
-        self._lowest, self._highest = -_UNKNOWN_NS, _UNKNOWN_NS
-
-    def narrow(self, asked_ns: int, begun_ns: int, ended_ns: int, heard_ns: int) -> int:
-        """Use a rollout to improve the offset.
-
-        Args:
-            asked_ns: time of the rollout's request, by this process's clock.
-            begun_ns: time of its begin, by the other clock.
-            ended_ns: time of its end, by the other clock.
-            heard_ns: time at which its header arrived, by this process's clock.
-
-        Returns:
-            Nanoseconds to add to the other clock's time to get this one's. The rollout then lies
-            between request and answer, unless the clocks drifted by more than the messages took.
-        """
-        lowest, highest = asked_ns - begun_ns, heard_ns - ended_ns
-        both = max(lowest, self._lowest), min(highest, self._highest)
-        if both[0] <= both[1]:
-            lowest, highest = both
-        self._lowest, self._highest = lowest, highest
-        # Processes of one host have the same clock.
-        return 0 if lowest <= 0 <= highest else (lowest + highest) // 2
-
-    @property
-    def error_ns(self) -> int:
-        """The largest possible error of the last offset, in nanoseconds."""
-        return max(0, self._highest - self._lowest + 1) // 2
 
 
 class Trace:
@@ -143,7 +106,6 @@ class Trace:
         self._newest_us = 0.0
         self._pids: dict[tuple[int, int], int] = {}
         self._tids: dict[tuple[tuple[int, int], str], int] = {}
-        self._clocks: dict[tuple[int, int], ClockOffset] = {}
         self._received_until: dict[tuple[int, int], int] = {}
         self._num_fetches = 0
         self._separator = "[\n"  # before the next event: a comma must not follow the last one
@@ -178,10 +140,10 @@ class Trace:
             ours = [span for span in spans if span[0] == STEPS]
             if not ours:
                 return
-            clock = self._clocks.setdefault(process, ClockOffset())
-            begun = min(begin for _, _, begin, _ in ours)
-            ended = max(end for _, _, _, end in ours)
-            offset = clock.narrow(request, begun, ended, heard)
+            least = request - min(begin for _, _, begin, _ in ours)
+            most = heard - max(end for _, _, _, end in ours)
+            # Processes of one host have the same clock.
+            offset = 0 if least <= 0 <= most else most
             # Viewers drop a span that overlaps another one of its thread, which could happen when
             # the offset changes.
             earliest = {STEPS: request, WEIGHTS: self._received_until.get(process, 0)}
@@ -193,7 +155,7 @@ class Trace:
                 if thread == WEIGHTS:
                     earliest[WEIGHTS] = last
             self._received_until[process] = earliest[WEIGHTS]
-            about = {"clock_ahead_s": -offset / 1e9, "error_s": clock.error_ns / 1e9}
+            about = {"clock_ahead_s": -offset / 1e9, "error_s": (most - least) / 1e9}
             self._spans(process, placed, {ROLLOUT: about} if offset else {})
 
     def fetched(self, worker_id: int, begin: int, end: int) -> None:

@@ -1,9 +1,8 @@
-"""Traces: offsets between clocks, the spans of a rollout, and the file."""
+"""Traces: the spans of a rollout by another clock, and the file."""
 
 from __future__ import annotations
 
 import json
-import random
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -20,36 +19,13 @@ from helpers.trace_checks import (
 from helpers.waiting import eventually
 
 import distcollect as dc
-from distcollect.telemetry.trace import STEPS, WEIGHTS, ClockOffset, Trace
+from distcollect.telemetry.trace import STEPS, WEIGHTS, Trace
 
 SKEW = 5 * 86_400 * 1_000_000_000  # ns: the clock of a host that started days earlier
 US = 1000  # ns
 
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers can't import test modules
-
-
-@pytest.mark.parametrize("skew", [0, SKEW, -SKEW])
-def test_offset_puts_each_rollout_between_question_and_answer(skew: int) -> None:
-    rng = random.Random(0)
-    clock, now = ClockOffset(), 10**12
-    for _ in range(300):
-        asked = now
-        begun = asked + rng.randrange(20 * US, 400 * US)
-        ended = begun + rng.randrange(5000 * US)
-        heard = ended + rng.randrange(20 * US, 400 * US)
-        offset = clock.narrow(asked, begun - skew, ended - skew, heard)
-        assert asked <= begun - skew + offset <= ended - skew + offset <= heard
-        if skew:
-            assert abs(offset - skew) <= clock.error_ns < 400 * US
-        now = heard + rng.randrange(1000 * US)
-    # The fastest messages give the best estimate.
-    assert abs(offset - skew) < 30 * US
-
-
-def test_one_clock_needs_no_offset() -> None:
-    clock = ClockOffset()
-    assert [clock.narrow(t, t + 3 * US, t + 9 * US, t + 500 * US) for t in (0, 10**9)] == [0, 0]
 
 
 def test_spans_are_nested_even_if_clocks_drift_within_a_rollout(tmp_path: Path) -> None:
