@@ -550,14 +550,8 @@ class WorkerOptions(CollectorOptions):
         Raises:
             ArgumentError: there is no such transport, or it can't be used here.
         """
-        is_alone = identity().num_trainers == 1
-        # For local workers, then nothing listens.
-        name = start.chosen(self.transport, start.TCP if self.is_local and is_alone else start.RPC)
-        if name == start.TCP and not is_alone:
-            raise ArgumentError(
-                f"transport={name!r}: several trainers need {start.RPC!r}, to hand rollouts over"
-            )
-        return name
+        # For local workers, nothing listens then.
+        return start.chosen(self.transport, start.TCP if self.is_local else start.RPC)
 
     @property
     def masked_bound(self) -> Staleness | None:

@@ -36,6 +36,7 @@ dist: Any = torch.distributed
 
 RENDEZVOUS_TIMEOUT_S = 300.0
 _TRAINER_KEY, _ADDRESS_KEY = "distcollect/trainer", "distcollect/address"
+_TOKEN_KEY = "distcollect/token"  # noqa: S105
 LISTEN = "DISTCOLLECT_LISTEN"
 _HOLDS_TOKEN = (
     "it has to hold the run's secret, the same for the trainer and for all processes that join"  # noqa: S105
@@ -88,10 +89,17 @@ def listen_spec(launch: Launch) -> ListenSpec:
     store = _torchrun_store(launch)
     here = LOOPBACK if launch.num_hosts == 1 else _address_among_hosts(launch, store)
     address, port = listen_address(default=here)
-    token = given or secrets.token_hex(16)
+    token = given or _token_in(store, launch.run_id)
     return ListenSpec(
         address, port and port + launch.trainer, token, store, is_users_token=given is not None
     )
+
+
+def _token_in(store: Any, run_id: str) -> str:
+    """Make a token for all trainers of the launch: they take rollouts over from each other."""
+    shared = dist.PrefixStore(run_id, store.underlying_store)
+    token: bytes = shared.compare_set(_TOKEN_KEY, "", secrets.token_hex(16))
+    return token.decode()
 
 
 def _derived_address(launch: Launch) -> tuple[str, int]:

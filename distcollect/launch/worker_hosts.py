@@ -126,6 +126,7 @@ class WorkerHosts(JoinServerEvents):
     Attributes:
         join_server: where workers and supervisors join.
         address: this host's, on the interface by which they reach it.
+        token: what they have to know.
         local_hosts: this host alone, for collectors that start local workers within a launch.
         store: torchrun's store, kept open where this process serves it.
         patience_s: how long to wait until enough workers have joined, if :attr:`is_elastic`.
@@ -175,6 +176,7 @@ class WorkerHosts(JoinServerEvents):
         if short := short or open_files.shortage(num_others, are_local=False):
             raise ArgumentError(short)
         self.address = address
+        self.token = token
         self.patience_s = patience_s
         self.local_hosts: weakref.WeakSet[WorkerHosts] = weakref.WeakSet()
         self._num_expected = num_expected

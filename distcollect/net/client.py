@@ -240,6 +240,10 @@ class ControlConnection:
                 if key.fileobj is self._wake:
                     self._wake.recv(_WAKEUP_BYTES)
 
+    def end(self) -> None:
+        """End it, so that :meth:`receive` returns None; on any thread."""
+        self._outbox.end()
+
     def close(self) -> None:
         """Close it; the trainer sees this process as gone."""
         self._outbox.close()

@@ -43,7 +43,7 @@ from distcollect.version import __version__
 
 M = TypeVar("M")
 
-PROTOCOL = 6
+PROTOCOL = 7
 
 # Importing them takes seconds, and a supervisor needs nothing of them but their versions.
 _TORCH, _TENSORDICT = map(importlib.metadata.version, ("torch", "tensordict"))
@@ -124,11 +124,13 @@ class WorkerWelcome(Message):
         peer: its id for the transport.
         trainer_memory: a little of the trainer's shared memory.
         transport: the name of the trainer's transport.
+        hands_over: other trainers of the run may connect to it, and take rollouts over.
     """
 
     peer: int
     trainer_memory: Segment | None
     transport: str = "rpc"
+    hands_over: bool = False
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ class RolloutReference:
         peer: its worker's id on the wire.
         contact: how to reach the worker; None: it is gone.
         key: a secret that gives access to the rollout.
-        held: by which the worker gives it: over RPC, an RRef that the worker owns.
+        held: by which the worker gives it: over RPC, an RRef that the worker owns; over TCP, None.
         tensors: the rollout itself, if it had been fetched before it was handed over.
     """
 
@@ -99,7 +99,7 @@ class HandoverReceiver:
 
         peer, key = reference.peer, reference.key
         try:
-            tensors: Tensors = answer(self._transport.fetch_handover(peer, reference.held))
+            tensors: Tensors = answer(self._transport.fetch_handover(peer, key, reference.held))
             answer(self._transport.call(peer, WorkerService.confirm_handover, key))
         except DeadlineError:
             self._leave(reference)

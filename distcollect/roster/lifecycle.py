@@ -57,6 +57,7 @@ from distcollect.roster.status import Status
 from distcollect.roster.worker_ends import WorkerEnd
 from distcollect.transport.peer_ids import identity
 from distcollect.transport.protocol import Transport
+from distcollect.transport.start import TCP
 from distcollect.transport.worker_service import WorkerInfo
 
 log = logging.getLogger(__name__)
@@ -226,7 +227,10 @@ class Lifecycle(HostEvents):
         if process is None or process.connection is not None or process.is_over:
             return Refused("there is no free slot for it")
         process.connection = connection
-        return WorkerWelcome(process.peer, sample_of_memory(), self._transport.name)
+        transport = self._transport
+        # Local workers get their connections from this process: for them, nothing listens.
+        listens = transport.name == TCP and identity().num_trainers > 1 and not connection.is_own
+        return WorkerWelcome(process.peer, sample_of_memory(), transport.name, listens)
 
     def _claimed_by(self, connection: Connection) -> Process | None:
         hello = connection.hello

@@ -108,7 +108,7 @@ class Workers:
             count = 0 if self._hosts.is_elastic else self._hosts.num_workers(num_workers)
             self._num_first = count
             self.address = self._hosts.address
-            self.transport = start_transport(transport, self.address)
+            self.transport = start_transport(transport, self.address, self._hosts.token)
             on_error.callback(self.transport.close)
             self._lifecycle = Lifecycle(
                 self._hosts,

@@ -171,14 +171,16 @@ class Transport(Protocol):
     def hand_over(self, peer: int, sequence: int, key: str, keep_s: float) -> Future[Any]:
         """Call :meth:`.WorkerService.hand_over`.
 
-        It answers what the other trainer's transport needs to fetch the rollout; it can be pickled.
+        It answers what the other trainer's transport needs beside the key to fetch the rollout; it
+        can be pickled.
         """
 
-    def fetch_handover(self, peer: int, held: Any) -> Future[Tensors]:
+    def fetch_handover(self, peer: int, key: str, held: Any) -> Future[Tensors]:
         """Move a rollout here that another trainer handed over.
 
         Args:
             peer: the rollout's worker.
+            key: with which it was handed over.
             held: what :meth:`hand_over` answered to the other trainer.
         """
 

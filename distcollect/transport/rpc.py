@@ -87,10 +87,10 @@ class RpcTransport(PeerTransport[AgentPeer]):
     def hand_over(self, peer: int, sequence: int, key: str, keep_s: float) -> Future[Any]:
         return self._future(peer, serve_hand_over, (sequence, key, keep_s))
 
-    def fetch_handover(self, peer: int, held: Any) -> Future[Tensors]:
+    def fetch_handover(self, peer: int, key: str, held: Any) -> Future[Tensors]:
         fetched: Future[Tensors] = Future()
         copied = partial(self._copied, peer, self._peers.get(peer), partial(settle, fetched))
-        self._ask(peer, serve_rollout, (*held, self.shares_memory(peer)), copied)
+        self._ask(peer, serve_rollout, (held, key, self.shares_memory(peer)), copied)
         return fetched
 
     def ping(self, peer: int) -> Future[Any]:

@@ -101,11 +101,11 @@ def serve_collect(request: CollectRequest) -> torch.futures.Future[Any]:
 def serve_hand_over(sequence: int, key: str, keep_s: float) -> torch.futures.Future[Any]:
     """Keep a rollout for another trainer; answer what that one needs to fetch it."""
 
-    def package(_: None) -> tuple[SentRRef, str]:
+    def package(_: None) -> SentRRef:
         service = cast("WorkerService", _service)
         rref = _lend(key)
         service.handover_outcome(key).add_done_callback(lambda _: _take_back(rref))
-        return rref, key
+        return rref
 
     return _answer(WorkerService.hand_over.__name__, (sequence, key, keep_s), {}, package)
 

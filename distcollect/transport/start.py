@@ -9,6 +9,7 @@ from typing import Any
 
 from distcollect.errors import ArgumentError
 from distcollect.net.client import ControlConnection
+from distcollect.net.server import Connection
 from distcollect.transport.protocol import Server, Service, Transport
 from distcollect.transport.tcp import TcpTransport
 from distcollect.transport.tcp_server import TcpServer
@@ -56,33 +57,34 @@ def chosen(wanted: str | None, default: str = RPC) -> str:
     return TCP
 
 
-def start_transport(name: str, address: str) -> Transport:
+def start_transport(name: str, address: str, token: str) -> Transport:
     """Start the transport of a trainer.
 
     Args:
         name: which one.
         address: this host's, on the interface by which workers reach it.
+        token: the run's, by which workers of its other trainers let this one connect.
 
     Raises:
         CollectorStateError: this process uses torch.distributed.rpc itself.
         LaunchError: this torch lacks a private part that is needed, or the address is public.
     """
     if name == TCP:
-        return TcpTransport()
+        return TcpTransport(token)
     transport: Transport = _rpc("rpc").RpcTransport(address)
     return transport
 
 
 def start_server(
-    name: str, service: Service, address: str, connection: ControlConnection
+    name: str, service: Service, connection: ControlConnection | Connection, address: str = ""
 ) -> Server:
-    """Answer the calls of trainers for ``service``.
+    """Answer the calls of a trainer for ``service``.
 
     Args:
         name: which transport the trainer uses.
         service: what is called.
-        address: this host's, on the interface by which the trainer reaches it.
         connection: with the trainer.
+        address: this host's, on the interface by which the trainer reaches it.
 
     Raises: as :func:`start_transport`.
     """

@@ -37,6 +37,7 @@ from distcollect.transport.copying import PeerMemory
 from distcollect.transport.peer_transport import PeerTransport
 from distcollect.transport.pending_answers import PendingAnswer, PendingAnswers, peer_is_gone
 from distcollect.transport.protocol import CollectRequest, Deliver, Offer
+from distcollect.transport.tcp_handover import OthersWorker
 from distcollect.transport.tcp_server import Question
 from distcollect.transport.worker_service import WorkerService
 
@@ -55,7 +56,11 @@ class _Peer:
     """
 
     def __init__(
-        self, peer: int, address: PeerAddress, connection: Connection, pending: PendingAnswers
+        self,
+        peer: int,
+        address: PeerAddress,
+        connection: Connection | OthersWorker,
+        pending: PendingAnswers,
     ) -> None:
         self.peer = peer
         self.address = address
@@ -94,10 +99,11 @@ class _Peer:
     @property
     def is_seen_alive(self) -> bool:
         """Return True if this process sees that it runs, whatever its Python does meanwhile."""
-        if not self.connection.is_own:
+        connection = self.connection
+        if not (isinstance(connection, Connection) and connection.is_own):
             return False
         try:
-            stat = Path(f"/proc/{self.connection.hello.pid}/stat").read_text()
+            stat = Path(f"/proc/{connection.hello.pid}/stat").read_text()
         except OSError:
             return False
         return stat.rpartition(")")[2].split()[0] not in _NOT_ALIVE
@@ -109,17 +115,20 @@ class TcpTransport(PeerTransport[_Peer]):
     name = "tcp"
     carries_weights = True
 
-    def __init__(self) -> None:
+    def __init__(self, token: str) -> None:
+        """``token``: that the workers of other trainers want to see proven."""
         super().__init__(PendingAnswers())
+        self._token = token
 
     def connect(
         self, peer: int, address: PeerAddress, connection: Connection | None = None
     ) -> None:
         with self._lock:
-            if peer in self._peers or self._is_closed or connection is None:
+            if peer in self._peers or self._is_closed or not (connection or address.endpoint):
                 return
-            known = self._peers[peer] = _Peer(peer, address, connection, self._pending)
-        connection.carry(known)
+            by = connection or OthersWorker(address.endpoint, self._token)
+            known = self._peers[peer] = _Peer(peer, address, by, self._pending)
+        by.carry(known)
 
     def call(self, peer: int, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
         answer: Future[Any] = Future()
@@ -148,14 +157,11 @@ class TcpTransport(PeerTransport[_Peer]):
             self._ask(peer, (Question.FETCH, number), copied)
 
     def hand_over(self, peer: int, sequence: int, key: str, keep_s: float) -> Future[Any]:
-        kept: Future[Any] = Future()
-        answer = self.call(peer, WorkerService.hand_over, sequence, key, keep_s)
-        answer.add_done_callback(lambda done: settle(kept, key, done.exception()))
-        return kept
+        return self.call(peer, WorkerService.hand_over, sequence, key, keep_s)
 
-    def fetch_handover(self, peer: int, held: Any) -> Future[Tensors]:
+    def fetch_handover(self, peer: int, key: str, held: Any) -> Future[Tensors]:
         fetched: Future[Tensors] = Future()
-        args = (held, self.shares_memory(peer))
+        args = (key, self.shares_memory(peer))
         self._ask(
             peer,
             (Question.CALL, WorkerService.read_handover.__name__, args, {}),

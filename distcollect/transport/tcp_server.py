@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import threading
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import torch
 from distcollect.errors import RolloutGone
 from distcollect.net.client import ControlConnection
 from distcollect.net.framing import Packet
+from distcollect.net.server import Connection
 from distcollect.rollout.header import Header
 from distcollect.rollout.layout import Tensors
 from distcollect.transport import packing
@@ -35,13 +37,13 @@ class TcpServer:
     """Answers the questions that come on a worker's connection, as its packets.
 
     Attributes:
-        endpoint: "", as nobody else reaches it.
+        endpoint: "", as its trainer does not have to connect.
     """
 
     endpoint = ""
 
-    def __init__(self, service: Service, connection: ControlConnection) -> None:
-        """Answer as soon as somebody waits in ``connection.receive()``."""
+    def __init__(self, service: Service, connection: ControlConnection | Connection) -> None:
+        """Answer as soon as somebody reads from ``connection``."""
         self._service = service
         self._connection = connection
         # The last rollouts, by the number of the question; None: it needs no fetching any more.
@@ -119,10 +121,9 @@ class TcpServer:
         try:
             parts = packing.pack(value)
         except Exception as error:  # noqa: BLE001 - it is sent to the trainer
-            self._fail(number, error)
-            return
-        self._connection.send_packet(Packet(number, parts))
+            parts = packing.pack(Failure.of(error, self._service.worker_id))
+        with contextlib.suppress(OSError):  # the trainer is gone
+            self._connection.send_packet(Packet(number, parts))
 
     def _fail(self, number: int, error: BaseException) -> None:
-        parts = packing.pack(Failure.of(error, self._service.worker_id))
-        self._connection.send_packet(Packet(number, parts))
+        self._answer(number, Failure.of(error, self._service.worker_id))

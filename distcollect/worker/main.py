@@ -29,6 +29,7 @@ from distcollect.net.messages import (
     WorkerWelcome,
 )
 from distcollect.transport.start import start_server
+from distcollect.worker.other_trainers import OtherTrainers
 from distcollect.worker.service import Worker
 
 log = logging.getLogger(__name__)
@@ -65,8 +66,7 @@ def main(boot: WorkerBoot) -> None:
         first_traj_id=boot.settings.first_traj_id,
         host_cores=boot.host_cores,
     )
-    address = connection.local_address
-    endpoint = start_server(welcome.transport, worker, address, connection).endpoint
+    endpoint = _serve(worker, welcome, connection, boot.trainer.token)
 
     may_exit = threading.Event()
 
@@ -110,6 +110,16 @@ def _join(boot: WorkerBoot) -> ControlConnection:
     connection = ControlConnection(trainer.host, 0, _JOIN_TIMEOUT_S, fd=boot.control_fd)
     connection.join(hello, trainer.token, _JOIN_TIMEOUT_S)
     return connection
+
+
+def _serve(
+    worker: Worker, welcome: WorkerWelcome, connection: ControlConnection, token: str
+) -> str:
+    """Answer the calls of trainers; return where they reach this process, if they connect."""
+    server = start_server(welcome.transport, worker, connection, connection.local_address)
+    if welcome.hands_over:
+        return OtherTrainers(worker, connection, token).endpoint
+    return server.endpoint
 
 
 def _name_worker_in_logs(name: str) -> None:

@@ -79,6 +79,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     mode.add_argument("--sync", dest="sync", action="store_true", default=None)
     mode.add_argument("--async", dest="sync", action="store_false", help="else both in turn")
     parser.add_argument("--hosts", action="store_true", help="two more, as namespaces; needs root")
+    parser.add_argument("--transport", choices=["rpc", "tcp"], help="with TLS between hosts")
     parser.add_argument("--log", type=Path, metavar="FILE", help="where the trainer's log is kept")
     return parser.parse_args(argv)
 
@@ -145,6 +146,7 @@ class _Run:
             sync=sync,
             faults=faults,
             listen=address,
+            transport=self._given.transport,
         )
         self._checker.begin(plan)
         self._injuries.begin(collector, faults, folder, self._joiners, address)

@@ -68,12 +68,11 @@ class LoopbackTransport:
 
         pass_on(self.call(peer, WorkerService.collect, request), deliver, offer)
 
-    def hand_over(self, peer: int, sequence: int, key: str, keep_s: float) -> Future[str]:
-        kept = self.call(peer, WorkerService.hand_over, sequence, key, keep_s)
-        return answer_of(lambda deliver: pass_on(kept, deliver, lambda _: key))
+    def hand_over(self, peer: int, sequence: int, key: str, keep_s: float) -> Future[None]:
+        return self.call(peer, WorkerService.hand_over, sequence, key, keep_s)
 
-    def fetch_handover(self, peer: int, held: str) -> Future[Tensors]:
-        read = self.call(peer, WorkerService.read_handover, held, False)
+    def fetch_handover(self, peer: int, key: str, held: None) -> Future[Tensors]:
+        read = self.call(peer, WorkerService.read_handover, key, False)
         return answer_of(lambda deliver: pass_on(read, deliver, self._copies_of))
 
     def _copies_of(self, tensors: Tensors) -> Tensors:

@@ -122,17 +122,18 @@ class Tcp(Processes):
     security = "token"
 
     def __init__(self) -> None:
-        self.transport = TcpTransport()
+        self.transport = TcpTransport(TOKEN)
         self.events = Recorder()
         tls = trainer_tls("127.0.0.1", self.security)
         self.server = JoinServer("127.0.0.1", TOKEN, self.events, tls=tls)
         super().__init__()
 
     def add_peer(self) -> int:
-        self.start(self.server.port, TOKEN)
+        stdout = self.start(self.server.port, TOKEN).stdout
+        assert stdout is not None
         connection = self.connection = self.events.next("admitted")
         peer = identity().new_peer()
-        self.transport.connect(peer, PeerAddress(""), connection)
+        self.transport.connect(peer, PeerAddress(stdout.readline().strip()), connection)
         return peer
 
     def sent_bytes(self) -> int:

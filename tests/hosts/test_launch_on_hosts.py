@@ -131,7 +131,9 @@ def await_line(process, wanted):
 
 
 @pytest.mark.slow  # processes/test_launch.py has two trainers on one host
-def test_two_trainers_on_three_hosts(on_host):
+@pytest.mark.parametrize("transport", ["rpc", "tcp"])
+def test_two_trainers_on_three_hosts(on_host, monkeypatch, transport):
+    monkeypatch.setenv("DISTCOLLECT_TRANSPORT", transport)
     options = ["-m", "torch.distributed.run", "--nnodes=3", "--nproc-per-node=2"]
     options += ["--rdzv-backend=c10d", "--rdzv-endpoint=node1:29512", "--rdzv-id=trainers"]
     hosts = range(1, NUM_HOSTS + 1)

@@ -9,12 +9,15 @@ import signal
 import subprocess
 import sys
 
+import pytest
 from helpers.paths import SCRIPTS
 
 SCRIPT = SCRIPTS / "hand_over.py"
+TRANSPORTS = ["tcp"] if os.environ.get("DISTCOLLECT_TEST_WITHOUT_RPC") == "1" else ["rpc", "tcp"]
 
 
-def test_between_two_trainers() -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_between_two_trainers(transport: str) -> None:
     """Also if the worker is killed before the second trainer has taken its rollout."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
     with subprocess.Popen(
@@ -23,6 +26,7 @@ def test_between_two_trainers() -> None:
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        env={**os.environ, "DISTCOLLECT_TRANSPORT": transport},
     ) as launch:
         try:
             output, _ = launch.communicate(timeout=120)

@@ -105,9 +105,6 @@ def check_trainers(output, num_workers):
     assert not first & second
 
 
-@pytest.mark.skipif(
-    os.environ.get("DISTCOLLECT_TEST_WITHOUT_RPC") == "1", reason="several trainers need RPC"
-)
 def test_two_trainers_by_slurm_variables():
     ranks = [start([sys.executable, TRAINERS], **slurm_variables(rank, 1, 4)) for rank in range(4)]
     check_trainers(finish(ranks)[0], [1, 1])

@@ -11,6 +11,7 @@ from typing import cast
 
 import pytest
 import torch
+from helpers.join_server import TOKEN
 from helpers.loopback_transport import answer_of
 from helpers.scripts.transport_peer import WORKER_ID, Service
 from helpers.transport_contract import (
@@ -35,6 +36,7 @@ from distcollect.transport import rpc_agents
 from distcollect.transport.protocol import NUM_SLABS, CollectRequest
 from distcollect.transport.rpc import RpcTransport
 from distcollect.transport.rpc_server import RpcServer
+from distcollect.transport.tcp import TcpTransport
 
 
 class TestRpc(TransportContract):
@@ -103,12 +105,49 @@ def test_a_rollout_is_handed_over_as_an_rref(rpc: Rpc) -> None:
         other.connect(peer, transport.address_of(peer))
         held = transport.hand_over(peer, LARGE, "key", 60).result(SOON_S)
         assert num_rrefs(rpc) == (1, 1)
-        check(other.fetch_handover(peer, pickle.loads(pickle.dumps(held))).result(SOON_S), LARGE)
+        held = pickle.loads(pickle.dumps(held))
+        check(other.fetch_handover(peer, "key", held).result(SOON_S), LARGE)
         assert num_rrefs(rpc) == (0, 0)
         with pytest.raises(dc.WorkerError, match="it was taken already"):
-            other.fetch_handover(peer, held).result(SOON_S)
+            other.fetch_handover(peer, "key", held).result(SOON_S)
     finally:
         other.close()
+
+
+@pytest.mark.parametrize("make", [Tcp, Tls])
+def test_another_trainer_takes_a_rollout_by_a_connection_of_its_own(make: type[Tcp]) -> None:
+    """If it knows the token; until the worker ends."""
+    world = make()
+    other, stranger = TcpTransport(TOKEN), TcpTransport("another token")
+    try:
+        peer, begin = world.peer, num_threads()
+        address = world.transport.address_of(peer)
+        held = world.transport.hand_over(peer, LARGE, "key", 60).result(SOON_S)
+        for transport in (stranger, other):
+            transport.connect(peer, address)
+        with pytest.raises(dc.WorkerLost):
+            stranger.fetch_handover(peer, "key", held).result(SOON_S)
+        with pytest.raises(dc.WorkerLost):  # nor is it owed what it asks for later
+            stranger.call(peer, Service.echo).result(SOON_S)
+        check(other.fetch_handover(peer, "key", held).result(SOON_S), LARGE)
+        with pytest.raises(dc.WorkerError, match="it was taken already"):
+            other.fetch_handover(peer, "key", held).result(SOON_S)
+        # Its own trainer is not affected by what becomes of the connection.
+        other.disconnect(peer)
+        world.call(Service.echo)
+        other.connect(peer, address)
+        owed = other.call(peer, Service.later, "never")
+        other.call(peer, Service.echo).result(SOON_S)
+        world.kill()
+        with pytest.raises(dc.WorkerLost):
+            owed.result(SOON_S)
+        with pytest.raises(dc.WorkerLost):
+            other.call(peer, Service.echo).result(SOON_S)
+        for transport in (stranger, other):
+            transport.close()
+        eventually(lambda: num_threads() <= begin)
+    finally:
+        world.close()
 
 
 def test_what_cannot_travel_is_an_error_and_nothing_is_owed(world: Processes) -> None:

@@ -132,7 +132,7 @@ def take_part(find: Callable[[], TrainerAddress], rank: int, timeout_s: float) -
     assert isinstance(welcome, WorkerWelcome)
     # Nobody accepts what connects there: the kernel completes the connection.
     with listen(address) as listener:
-        server = start_server(RPC, Rank(rank, address), address, control)
+        server = start_server(RPC, Rank(rank, address), control, address)
         try:
             reached = PeerAddress(server.endpoint, sample_for(welcome.trainer_memory))
             port = listener.getsockname()[1]
@@ -170,7 +170,7 @@ class Ranks(JoinServerEvents):
         self._ports: dict[int, int] = {}
         self._changed = threading.Condition()
         with contextlib.ExitStack() as undo:
-            self._transport = start_transport(RPC, spec.address)
+            self._transport = start_transport(RPC, spec.address, spec.token)
             undo.callback(self._transport.close)
             self._weights = BroadcastUpdater("gloo")
             self._weights.attach(UpdaterContext(spec.address, TIMEOUT_S, gpus={}))

@@ -20,6 +20,7 @@ from distcollect.transport import rpc_agents
 from distcollect.transport.protocol import CollectRequest, methods_of
 from distcollect.transport.rpc_server import RpcServer
 from distcollect.transport.tcp_server import TcpServer
+from distcollect.worker.other_trainers import OtherTrainers
 
 WORKER_ID = 7
 
@@ -136,7 +137,9 @@ def serve_tcp(port: int, token: str) -> None:
     connection = ControlConnection("127.0.0.1", port, 10)
     connection.join(WorkerHello(worker_id=WORKER_ID, incarnation=0), token)
     connection.unblock()
-    TcpServer(Service(), connection)
+    service = Service()
+    TcpServer(service, connection)
+    print(OtherTrainers(service, connection, token).endpoint, flush=True)
     connection.receive()
 
 
