@@ -20,6 +20,7 @@ import torch
 from distcollect.collectors.base import DataCollectorBase
 from distcollect.common import checks, signals
 from distcollect.common.files import replacing
+from distcollect.common.peer_ids import identity
 from distcollect.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -28,7 +29,6 @@ from distcollect.errors import (
     LaunchError,
 )
 from distcollect.launch.run_folder import RunFolder, obstacle
-from distcollect.transport.peer_ids import identity
 
 log = logging.getLogger(__name__)
 

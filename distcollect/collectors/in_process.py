@@ -24,6 +24,7 @@ from distcollect.collectors.options import SyncOptions
 from distcollect.collectors.pickling import copied
 from distcollect.common import checks, signals
 from distcollect.common.forks import Owner
+from distcollect.common.peer_ids import identity
 from distcollect.common.seeding import Stream, env_seed, process_seeds
 from distcollect.engine.base import EngineBase
 from distcollect.engine.build import build_engine, build_engine_for
@@ -45,7 +46,6 @@ from distcollect.results import (
 from distcollect.rollout.header import Header, Rollout
 from distcollect.rollout.slabs import new_slab
 from distcollect.telemetry.recorder import StatsRecorder
-from distcollect.transport.peer_ids import identity
 from distcollect.transport.worker_service import EvaluationRequest
 
 # For the envs to close at exit.

@@ -46,7 +46,6 @@ from distcollect.policy.base import Exploration
 from distcollect.policy.normalize import Normalizer
 from distcollect.policy.weight_layout import STATISTICS, module_of, uncompiled
 from distcollect.transport import start
-from distcollect.transport.peer_ids import identity
 from distcollect.weights.updaters import WeightUpdaterBase
 
 EnvMaker: TypeAlias = "str | Callable[..., gym.Env[Any, Any] | gym.vector.VectorEnv[Any, Any, Any]]"

@@ -8,9 +8,9 @@ from typing import Any
 from torch import nn
 
 from distcollect.collectors.backend import Backend
+from distcollect.common.peer_ids import identity
 from distcollect.common.seeding import Stream, env_seed
 from distcollect.errors import ArgumentError, CollectorStateError
-from distcollect.transport.peer_ids import identity
 
 _FORMAT = 2
 

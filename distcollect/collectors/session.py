@@ -19,6 +19,7 @@ from distcollect.collectors.finalizer import Finalizer, close_first_at_exit, for
 from distcollect.collectors.options import WorkerOptions
 from distcollect.collectors.stacklevel import without_stop
 from distcollect.common import signals
+from distcollect.common.peer_ids import identity
 from distcollect.common.seeding import Stream, env_seed, next_seed
 from distcollect.errors import BatchTimeout, CollectorStateError, WorkerError, WorkerLost
 from distcollect.policy.weight_layout import published
@@ -33,7 +34,6 @@ from distcollect.results import Evaluation, LagStats, Stats, WorkerState
 from distcollect.rollout.header import Rollout
 from distcollect.roster.manager import Workers
 from distcollect.telemetry.recorder import StatsRecorder
-from distcollect.transport.peer_ids import identity
 from distcollect.transport.worker_service import EvaluationRequest, WorkerInfo
 from distcollect.weights.broadcast import NoUpdater
 from distcollect.weights.push_handle import PushHandle

@@ -12,6 +12,7 @@ import torch.distributed
 
 from distcollect.common import checks
 from distcollect.common.forks import Owner
+from distcollect.common.peer_ids import identify
 from distcollect.common.signals import Interrupted
 from distcollect.errors import ArgumentError, ArgumentTypeError, LaunchError
 from distcollect.integrations import load
@@ -31,7 +32,6 @@ from distcollect.launch.supervisor import supervise
 from distcollect.launch.topology import Launch, Launcher, own_name
 from distcollect.launch.worker_hosts import WorkerHosts
 from distcollect.net.interfaces import LOOPBACK
-from distcollect.transport.peer_ids import identify
 
 log = logging.getLogger(__name__)
 

@@ -7,11 +7,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from distcollect.common.peer_ids import identity
 from distcollect.common.waiting import arrives
 from distcollect.errors import ArgumentError, DeadlineError, RolloutGone, WorkerError, WorkerLost
 from distcollect.rollout.header import Header, Rollout
 from distcollect.rollout.layout import Layout, Tensors
-from distcollect.transport.peer_ids import identity
 from distcollect.transport.protocol import Transport
 from distcollect.transport.worker_service import WorkerService
 

@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, Concatenate, ParamSpec
 
+from distcollect.common.peer_ids import identity
 from distcollect.common.process_exit import ProcessExit
 from distcollect.common.shared_memory import sample_of_memory
 from distcollect.config import Faults
@@ -55,7 +56,6 @@ from distcollect.roster.process import Process, ProcessKey, message_of
 from distcollect.roster.start_report import start_report
 from distcollect.roster.status import Status
 from distcollect.roster.worker_ends import WorkerEnd
-from distcollect.transport.peer_ids import identity
 from distcollect.transport.protocol import Transport
 from distcollect.transport.start import TCP
 from distcollect.transport.worker_service import WorkerInfo

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
+from distcollect.common.peer_ids import identity
 from distcollect.common.waiting import Reminder, wait_for
 from distcollect.config import Faults
 from distcollect.engine.pickled_plan import PickledPlan
@@ -23,7 +24,6 @@ from distcollect.roster.interfaces import MembershipObserver
 from distcollect.roster.lifecycle import EXIT_TIMEOUT_S, Lifecycle
 from distcollect.roster.membership import PRESENT
 from distcollect.roster.status import RunPhase, Status
-from distcollect.transport.peer_ids import identity
 from distcollect.transport.start import start_transport
 
 log = logging.getLogger(__name__)

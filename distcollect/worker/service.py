@@ -22,6 +22,7 @@ import torch
 
 from distcollect.common import gpus
 from distcollect.common.memory_segment import Segment
+from distcollect.common.peer_ids import traj_ids_of
 from distcollect.common.shared_memory import allocate, sample_of_memory
 from distcollect.common.step_counter import StepCounter, Task
 from distcollect.common.threads import do_jobs
@@ -38,7 +39,6 @@ from distcollect.rollout.assemble import assemble
 from distcollect.rollout.header import Header, Rollout
 from distcollect.rollout.layout import Tensors
 from distcollect.rollout.slabs import AnySlab, new_slab
-from distcollect.transport.peer_ids import traj_ids_of
 from distcollect.transport.protocol import NUM_SLABS, CollectRequest, methods_of
 from distcollect.transport.worker_service import (
     EvaluationRequest,

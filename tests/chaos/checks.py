@@ -10,8 +10,8 @@ import numpy as np
 from tensordict import TensorDict
 
 from chaos.envs import ENV, EPISODE, LENGTH, NUMBER, STEP, TOKEN, Record, reward_of
+from distcollect.common.peer_ids import TRAJ_IDS_PER_PEER
 from distcollect.results import LedgerReport
-from distcollect.transport.peer_ids import TRAJ_IDS_PER_PEER
 
 _CAUSES = {"worker_lost", "hung", "left", "shut_down"}
 # The most rollouts of a process that are not delivered yet: two ready, one unfinished.

@@ -11,13 +11,13 @@ from helpers.loopback_pool import ADDRESS, LoopbackWorkers
 
 import distcollect as dc
 from distcollect.collectors import session
+from distcollect.common.peer_ids import identity
 from distcollect.common.threads import SerialThread
 from distcollect.config import Faults
 from distcollect.engine.pickled_plan import PickledPlan
 from distcollect.errors import WorkerLost
 from distcollect.results import WorkerState
 from distcollect.roster.interfaces import MembershipObserver
-from distcollect.transport.peer_ids import identity
 from distcollect.transport.worker_service import WorkerService
 from distcollect.worker.service import Worker
 

@@ -11,12 +11,12 @@ from helpers.loopback_transport import LoopbackTransport
 
 import distcollect as dc
 from distcollect.collectors import session
+from distcollect.common.peer_ids import identity
 from distcollect.config import Faults
 from distcollect.engine.pickled_plan import PickledPlan
 from distcollect.results import WorkerState
 from distcollect.roster.interfaces import MembershipObserver
 from distcollect.roster.worker_ends import WorkerEnds
-from distcollect.transport.peer_ids import identity
 from distcollect.transport.worker_service import WorkerInfo, WorkerService
 from distcollect.worker.service import Worker
 

@@ -21,11 +21,11 @@ from helpers.scripts.transport_peer import WORKER_ID, Service, rollout
 from helpers.waiting import stop_process
 
 import distcollect as dc
+from distcollect.common.peer_ids import identity
 from distcollect.net.messages import PeerAddress
 from distcollect.net.server import JoinServer
 from distcollect.net.tls import trainer_tls
 from distcollect.transport import rpc_agents
-from distcollect.transport.peer_ids import identity
 from distcollect.transport.protocol import CollectRequest, Offer
 from distcollect.transport.rpc import RpcTransport
 from distcollect.transport.tcp import TcpTransport

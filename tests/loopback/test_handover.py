@@ -16,8 +16,8 @@ from helpers.waiting import eventually
 from tensordict import TensorDict
 
 import distcollect as dc
-from distcollect.transport import peer_ids
-from distcollect.transport.peer_ids import Identity, identify, identity
+from distcollect.common import peer_ids
+from distcollect.common.peer_ids import Identity, identify, identity
 
 SOON_S = 60
 STEPS = 50

@@ -21,7 +21,7 @@ from tensordict.nn import TensorDictModule as Mod
 from torch import nn
 
 import distcollect as dc
-from distcollect.transport import peer_ids
+from distcollect.common import peer_ids
 
 T = 64
 

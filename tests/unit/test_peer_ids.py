@@ -8,8 +8,8 @@ import gymnasium as gym
 import pytest
 
 import distcollect as dc
-from distcollect.transport import peer_ids
-from distcollect.transport.peer_ids import TRAJ_IDS_PER_PEER, Identity, traj_ids_of
+from distcollect.common import peer_ids
+from distcollect.common.peer_ids import TRAJ_IDS_PER_PEER, Identity, traj_ids_of
 
 NUM_SLOTS, NUM_REPLACEMENTS, NUM_LIVES = 10_000, 100, 100
 

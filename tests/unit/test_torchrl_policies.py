@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributions import LogNormal
 
 import distcollect as dc
-from distcollect.transport import peer_ids
+from distcollect.common import peer_ids
 from distcollect.transport.failure import Failure
 
 __all__ = ["zoo"]

@@ -21,6 +21,7 @@ import torch
 
 from distcollect.commands.doctor.checks import Finding
 from distcollect.commands.doctor.host_report import HostReport, inspect_host
+from distcollect.common.peer_ids import identity
 from distcollect.common.shared_memory import sample_for, sample_of_memory
 from distcollect.errors import DeadlineError
 from distcollect.launch.rendezvous import ListenSpec
@@ -36,7 +37,6 @@ from distcollect.net.messages import (
 )
 from distcollect.net.server import Connection, JoinServer, JoinServerEvents
 from distcollect.net.tls import trainer_tls
-from distcollect.transport.peer_ids import identity
 from distcollect.transport.start import RPC, start_server, start_transport
 from distcollect.transport.worker_service import WeightSource
 from distcollect.weights.broadcast import BroadcastUpdater

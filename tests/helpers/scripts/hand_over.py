@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 import distcollect as dc
+from distcollect.common.peer_ids import TRAJ_IDS_PER_PEER
 from distcollect.transport.copying import Copier
-from distcollect.transport.peer_ids import TRAJ_IDS_PER_PEER
 from distcollect.transport.protocol import INLINE_BYTES
 
 SOON_S = 60
