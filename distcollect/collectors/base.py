@@ -15,8 +15,8 @@ from typing import Any, ClassVar, TypeVar, cast
 from tensordict import TensorDict
 
 from distcollect.collectors import validation
-from distcollect.collectors.backend import Backend, Hooks
 from distcollect.collectors.background import JOIN_TIMEOUT_S, Background
+from distcollect.collectors.batches import Backend, Hooks
 from distcollect.collectors.finalizer import Finalizer
 from distcollect.collectors.options import CollectorOptions
 from distcollect.collectors.replay import RateLimited, ReplayBuffer

@@ -22,8 +22,8 @@ from distcollect.collectors.options import (
     SyncOptions,
     WorkerOptions,
 )
-from distcollect.collectors.session import Session
 from distcollect.collectors.signature import takes
+from distcollect.collectors.with_workers import WithWorkers
 from distcollect.common import checks, signals
 from distcollect.envs.base import called
 from distcollect.errors import ArgumentError, ArgumentTypeError, CollectorStateError, WorkerError
@@ -112,9 +112,9 @@ class RPCDataCollector(DataCollectorBase):
     It also accepts the arguments of TorchRL's ``RPCCollector`` under their names.
     """
 
-    _backend_class = Session
+    _backend_class = WithWorkers
     _options: WorkerOptions
-    _backend: Session
+    _backend: WithWorkers
 
     @takes(RPCOptions)
     def __init__(self, options: RPCOptions) -> None:

@@ -12,13 +12,13 @@ from typing import Any
 
 from tensordict import TensorDict
 
-from distcollect.collectors.backend import (
+from distcollect.collectors.background import JOIN_TIMEOUT_S, Background
+from distcollect.collectors.batches import (
     Backend,
     Batch,
     Hooks,
     UnpublishedChanges,
 )
-from distcollect.collectors.background import JOIN_TIMEOUT_S, Background
 from distcollect.collectors.finalizer import Finalizer, close_later
 from distcollect.collectors.options import SyncOptions
 from distcollect.collectors.pickling import copied

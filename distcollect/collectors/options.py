@@ -23,7 +23,7 @@ from torch import nn
 
 from distcollect.collectors import pickling, validation
 from distcollect.collectors.replay import ReplayBuffer
-from distcollect.collectors.stacklevel import users_stack_level
+from distcollect.collectors.user_code import users_stack_level
 from distcollect.collectors.validation import Devices
 from distcollect.common.tables import counted
 from distcollect.config import (

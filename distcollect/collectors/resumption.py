@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from distcollect.collectors.backend import Backend
+from distcollect.collectors.batches import Backend
 from distcollect.common.peer_ids import identity
 from distcollect.common.seeding import Stream, env_seed
 from distcollect.errors import ArgumentError, CollectorStateError

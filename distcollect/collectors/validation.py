@@ -12,7 +12,7 @@ from torch import nn
 
 from distcollect.collectors import pickling
 from distcollect.collectors.replay import ReplayBuffer, num_dims
-from distcollect.collectors.stacklevel import users_stack_level
+from distcollect.collectors.user_code import users_stack_level
 from distcollect.common import checks
 from distcollect.common.tables import counted
 from distcollect.config import (

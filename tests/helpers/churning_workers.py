@@ -10,7 +10,7 @@ from unittest.mock import patch
 from helpers.loopback_pool import ADDRESS, LoopbackWorkers
 
 import distcollect as dc
-from distcollect.collectors import session
+from distcollect.collectors import with_workers
 from distcollect.common.peer_ids import identity
 from distcollect.common.threads import SerialThread
 from distcollect.config import Faults
@@ -115,5 +115,5 @@ class ChurningWorkers(LoopbackWorkers):
 
 def churning_collector(*args: Any, **kwargs: Any) -> dc.RPCDataCollector:
     """An RPCDataCollector whose workers are :class:`ChurningWorkers`."""
-    with patch.object(session, "Workers", ChurningWorkers):
+    with patch.object(with_workers, "Workers", ChurningWorkers):
         return dc.RPCDataCollector(*args, **kwargs)

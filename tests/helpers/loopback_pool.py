@@ -10,7 +10,7 @@ from unittest.mock import patch
 from helpers.loopback_transport import LoopbackTransport
 
 import distcollect as dc
-from distcollect.collectors import session
+from distcollect.collectors import with_workers
 from distcollect.common.peer_ids import identity
 from distcollect.config import Faults
 from distcollect.engine.pickled_plan import PickledPlan
@@ -100,5 +100,5 @@ def loopback_collector(
     *args: Any, kind: Callable[..., dc.RPCDataCollector] = dc.RPCDataCollector, **kwargs: Any
 ) -> dc.RPCDataCollector:
     """An RPCDataCollector, or a subclass, whose workers are threads."""
-    with patch.object(session, "Workers", LoopbackWorkers):
+    with patch.object(with_workers, "Workers", LoopbackWorkers):
         return kind(*args, **kwargs)

@@ -18,7 +18,7 @@ from helpers.torchrl_checks import (
 from tensordict.nn import TensorDictModule as Mod
 
 import distcollect as dc
-from distcollect.collectors import session
+from distcollect.collectors import with_workers
 
 __all__ = ["zoo"]
 
@@ -207,7 +207,7 @@ def test_state_that_processes_share_is_refused_for_workers(
     def start(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("a process is started")
 
-    monkeypatch.setattr(session, "Workers", start)
+    monkeypatch.setattr(with_workers, "Workers", start)
     creator = zoo.sharing(kind)
     given: Any = partial(creator)
     if form != "partial":

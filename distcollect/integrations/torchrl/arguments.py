@@ -17,7 +17,7 @@ from typing import Any
 import gymnasium as gym
 import torch
 
-from distcollect.collectors.stacklevel import users_stack_level
+from distcollect.collectors.user_code import users_stack_level
 from distcollect.common.checks import plain, unknown_argument
 from distcollect.config import WeightSync
 from distcollect.errors import ArgumentError, ArgumentTypeError

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from distcollect.collectors.stacklevel import users_stack_level
+from distcollect.collectors.user_code import users_stack_level
 from distcollect.common.checks import unknown_argument
 from distcollect.errors import ArgumentError, ArgumentTypeError
 from distcollect.policy.weight_layout import published

@@ -14,10 +14,10 @@ from tensordict import TensorDict
 from torch import nn
 
 from distcollect.collectors import pickling
-from distcollect.collectors.backend import Backend, Batch, Hooks, UnpublishedChanges
+from distcollect.collectors.batches import Backend, Batch, Hooks, UnpublishedChanges
 from distcollect.collectors.finalizer import Finalizer, close_first_at_exit, forgotten_closings
 from distcollect.collectors.options import WorkerOptions
-from distcollect.collectors.stacklevel import without_stop
+from distcollect.collectors.user_code import without_stop
 from distcollect.common import signals
 from distcollect.common.peer_ids import identity
 from distcollect.common.seeding import Stream, env_seed, next_seed
@@ -43,11 +43,11 @@ from distcollect.weights.updaters import UpdaterContext
 log = logging.getLogger(__name__)
 
 _ENVS_PER_TRAINER = 1 << 24
-# For a session to close, beside Faults.stop_timeout_s.
+# For the backend to close, beside Faults.stop_timeout_s.
 _CLOSING_LIMIT_S = 60.0
 
 
-class Session(Backend):
+class WithWorkers(Backend):
     """The workers of one collector and all that drives them, from start to :func:`_stop`.
 
     Attributes:
@@ -396,7 +396,7 @@ def _stats_of(counts: Sequence[Sequence[VersionFrames]]) -> tuple[LagStats, LagS
 def _stop(parts: Sequence[Any]) -> None:
     """Close the pool, which requests nothing more then, and the workers. To be called once.
 
-    A finalizer has this called. It must not refer to the session, which holds the user's arguments:
+    A finalizer has this called. It must not refer to the backend, which holds the user's arguments:
     one of these, such as a bound method, may refer to the collector, which would then never be
     finalized.
     """

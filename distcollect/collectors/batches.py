@@ -18,7 +18,7 @@ from distcollect.collectors.background import Background
 from distcollect.collectors.batch_format import BatchFormat, WholeTrajectories
 from distcollect.collectors.options import CollectorOptions
 from distcollect.collectors.replay import frames_for
-from distcollect.collectors.stacklevel import users_stack_level, without_stop
+from distcollect.collectors.user_code import users_stack_level, without_stop
 from distcollect.collectors.validation import num_steps
 from distcollect.common import checks
 from distcollect.errors import ArgumentError, BatchTimeout, CollectorStateError
