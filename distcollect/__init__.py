@@ -54,7 +54,7 @@ _NAMES = {
     "transport.worker_service": "WeightSource",
     "weights.broadcast": "AutoUpdater BroadcastUpdater",
     "weights.push_handle": "PushHandle",
-    "weights.updaters": "RPCUpdater SharedMemoryUpdater WeightUpdaterBase",
+    "weights.updaters": "TransportUpdater SharedMemoryUpdater WeightUpdaterBase",
 }
 _MODULES = {name: f"distcollect.{module}" for module, n in _NAMES.items() for name in n.split()}
 

@@ -83,6 +83,6 @@ from distcollect.version import __version__ as __version__
 from distcollect.weights.broadcast import AutoUpdater as AutoUpdater
 from distcollect.weights.broadcast import BroadcastUpdater as BroadcastUpdater
 from distcollect.weights.push_handle import PushHandle as PushHandle
-from distcollect.weights.updaters import RPCUpdater as RPCUpdater
 from distcollect.weights.updaters import SharedMemoryUpdater as SharedMemoryUpdater
+from distcollect.weights.updaters import TransportUpdater as TransportUpdater
 from distcollect.weights.updaters import WeightUpdaterBase as WeightUpdaterBase

@@ -106,6 +106,8 @@ class LiveWeights:
 
     def commit(self, buffer: torch.Tensor, version: int) -> None:
         """Offer a filled buffer as ``version``; it replaces the one that was not applied yet."""
+        if buffer.data_ptr() not in self._views:  # here, as it takes time between two steps
+            self._views[buffer.data_ptr()] = self.layout.views(buffer)
         with self._lock:
             self._ready.append((buffer, version))
             while len(self._ready) > self._most_ready:
@@ -133,8 +135,6 @@ class LiveWeights:
         for owner, name, tensor in self._places:
             if getattr(owner, name, None) is not tensor:  # a forward pass has assigned another
                 setattr(owner, name, tensor)
-        if buffer.data_ptr() not in self._views:  # as it takes time between two steps
-            self._views[buffer.data_ptr()] = self.layout.views(buffer)
         views = self._views[buffer.data_ptr()]
         for tensor, view, pointed in zip(self._tensors, views, self._pointed, strict=True):
             if pointed:

@@ -73,26 +73,28 @@ class EvaluationRequest:
 
 
 class WeightSource(ABC):
-    """Where a receiver finds a payload. It is pickled to get there."""
+    """Where a receiver finds a payload. It is pickled to get there.
 
-    on_gpu: bool = False  # whether it writes to a GPU's memory directly
+    Attributes:
+        on_gpu: whether it writes to a GPU's memory directly.
+        arrived: the payload if it has come along; the receiver may keep and change this memory.
+    """
 
-    def join(self, receiver_state: dict[str, Any]) -> WeightSource | None:
+    on_gpu: bool = False
+    arrived: torch.Tensor | None = None
+
+    def join(self, receiver_state: dict[str, Any]) -> None:
         """Join the other receivers, without waiting for any; only if they receive together.
 
         Called before :meth:`receive`, and before the sender begins to send.
 
         Args:
             receiver_state: see :meth:`receive`.
-
-        Returns:
-            If this receiver relays the payload: where others on its host find it, once
-            :meth:`receive` has returned and until this is called again.
         """
-        return None
+        return
 
     @abstractmethod
-    def receive(self, target: torch.Tensor, receiver_state: dict[str, Any]) -> None:
+    def receive(self, target: torch.Tensor, receiver_state: dict[str, Any]) -> WeightSource | None:
         """Write the payload into ``target``.
 
         Args:
@@ -101,6 +103,10 @@ class WeightSource(ABC):
                 for as long as it lives. A value that has a ``close`` method is closed at the end.
                 It is also closed, from another thread, when the sender cancels a push, so that this
                 method ends; it may be used again afterwards.
+
+        Returns:
+            If this receiver relays the payload: where others on its host find it until this is
+            called again.
 
         Raises:
             RuntimeError, OSError: the payload can't be had; ``target`` may be half written then,
@@ -212,14 +218,14 @@ class WorkerService(Service, Protocol):
 
     # Weights.
 
-    def prepare_to_receive(self, source: WeightSource | None = None) -> WeightSource | None:
-        """Join the group that ``source`` names; None: only answer, as a sign of life.
+    def prepare_to_receive(self, source: WeightSource | None = None) -> None:
+        """Join the group that ``source`` names; None: only answer, as a sign of life."""
 
-        A relay answers where others find the payload, see :meth:`WeightSource.join`.
+    def receive_weights(self, push: Push) -> Future[WeightSource | None]:
+        """Receive a version; completes once it is there and whole.
+
+        A relay answers where others find the payload, see :meth:`WeightSource.receive`.
         """
-
-    def receive_weights(self, push: Push) -> Future[int]:
-        """Receive a version; completes with it once it is there and whole."""
 
     def cancel_receiving(self) -> None:
         """Wait no longer for weights that are being received."""

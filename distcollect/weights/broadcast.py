@@ -20,9 +20,7 @@ from distcollect.transport.worker_service import WeightSource
 from distcollect.version import TESTED
 from distcollect.weights.process_groups import GroupBackend, GroupMember, Groups, backend_named
 from distcollect.weights.updaters import (
-    RPCUpdater,
-    SharedMemoryUpdater,
-    SharedPayload,
+    TransportUpdater,
     UpdaterContext,
     WeightUpdaterBase,
     gpu_of,
@@ -59,7 +57,7 @@ class BroadcastSource(GroupMember, WeightSource):
         """Return True if it writes to a GPU's memory directly."""
         return backend_named(self.backend).on_gpu
 
-    def join(self, receiver_state: dict[str, Any]) -> WeightSource | None:
+    def join(self, receiver_state: dict[str, Any]) -> None:
         if "store" not in receiver_state:
             receiver_state["store"] = self._connect()
             receiver_state["groups"] = Groups()
@@ -70,7 +68,6 @@ class BroadcastSource(GroupMember, WeightSource):
             # It may wait for another member by this connection, which then serves nothing else.
             store = self._connect()
         groups.join(self, store, receiver_state["address"])
-        return None
 
     def receive(self, target: torch.Tensor, receiver_state: dict[str, Any]) -> None:
         receiver_state["groups"].broadcast(self, target)
@@ -78,34 +75,6 @@ class BroadcastSource(GroupMember, WeightSource):
     def _connect(self) -> Any:
         host, port = self.store
         return dist.TCPStore(host, port, is_master=False, timeout=self.timeout)
-
-
-@dataclass(frozen=True)
-class RelaySource(WeightSource):
-    """A broadcast to a relay: other receivers on its host map memory in which it has the payload.
-
-    Attributes:
-        broadcast: where the relay receives.
-        num_bytes: the payload's size.
-    """
-
-    broadcast: WeightSource
-    num_bytes: int
-
-    @property
-    def on_gpu(self) -> bool:  # type: ignore[override]
-        """Return True if the broadcast writes to a GPU's memory directly."""
-        return self.broadcast.on_gpu
-
-    def join(self, receiver_state: dict[str, Any]) -> WeightSource:
-        self.broadcast.join(receiver_state)
-        shared: SharedPayload = receiver_state.setdefault("shared", SharedPayload())
-        receiver_state["relayed"], place = shared.reserve(self.num_bytes)
-        return place
-
-    def receive(self, target: torch.Tensor, receiver_state: dict[str, Any]) -> None:
-        self.broadcast.receive(target, receiver_state)
-        receiver_state["relayed"].copy_(target)
 
 
 class BroadcastUpdater(WeightUpdaterBase):
@@ -247,91 +216,59 @@ class BroadcastUpdater(WeightUpdaterBase):
         self._store = None
 
 
-class AutoUpdater(WeightUpdaterBase):
-    """The default: workers on the trainer's host map its memory, the others get one broadcast.
+class AutoUpdater(TransportUpdater):
+    """The default: as :class:`TransportUpdater`, but over RPC with one broadcast to other hosts.
 
-    Of several workers on another host one is in the broadcast, and the others map its memory. Where
-    trainer and workers have GPUs, and NCCL can be used, the same holds for GPUs instead of hosts:
-    one worker of each GPU but the trainer's is in the broadcast. If this torch lacks what a
-    broadcast needs, or the transport is "tcp", each worker on another host gets the weights in a
-    call of its own.
+    Where trainer and workers have GPUs, and NCCL can be used, the same holds for GPUs instead of
+    hosts: one worker of each GPU but the trainer's is in the broadcast.
     """
 
     def __init__(self) -> None:
-        self._near = SharedMemoryUpdater()
+        super().__init__()
         self._broadcast: BroadcastUpdater | None = None
-        self._far: WeightUpdaterBase = RPCUpdater()
 
     def attach(self, context: UpdaterContext) -> None:
-        self._context = context
-        if not context.calls_suffice:
-            self._find_broadcast()
-        self._far.attach(context)
-
-    def _find_broadcast(self) -> None:
+        super().attach(context)
+        if context.calls_suffice:
+            return
         if reason := backend_named("gloo").refusal(()):
-            log.warning(
-                "%s, so weights are not broadcast: each worker on another host gets them in a call "
-                "of its own, which takes longer",
-                reason,
-            )
+            log.warning("%s, so weights are not broadcast, but sent by RPC", reason)
         else:
-            self._far = self._broadcast = BroadcastUpdater()
+            self._broadcast = BroadcastUpdater()
+            self._broadcast.attach(context)
 
     def sources(
         self, payload: torch.Tensor, peers: Mapping[int, int]
     ) -> Mapping[int, WeightSource]:
-        near, far, self.relays = self._plan(payload.device, peers)
-        self.together = bool(far) and self._far.together
-        sources = dict(self._near.sources(payload, near)) if near else {}
-        if far:
-            broadcasts = self._far.sources(payload, far)
-            sources.update(broadcasts)
-            for relay in {*self.relays.values()}:
-                sources[relay] = RelaySource(broadcasts[relay], len(payload))
-        return sources
+        self.together = False
+        return super().sources(payload, peers)
 
-    def _plan(
-        self, device: torch.device, peers: Mapping[int, int]
-    ) -> tuple[Mapping[int, int], Mapping[int, int], Mapping[int, int]]:
-        """Sort the receivers.
+    def _far_sources(
+        self, payload: torch.Tensor, far: Mapping[int, int]
+    ) -> Mapping[int, WeightSource]:
+        if self._broadcast is None:
+            return super()._far_sources(payload, far)
+        self.together = True
+        return self._broadcast.sources(payload, far)
 
-        Returns:
-            Who maps the trainer's memory, and who gets a broadcast, both as ``{worker_id: peer}``;
-            and the relay of each other one: the first on its host, or there on its GPU.
-        """
-        gpus, own = self._context.gpus, gpu_of(device)
-        for of_gpus in (True, False) if own else (False,):
-            near: dict[int, int] = {}
-            far: dict[int, int] = {}
-            relays: dict[int, int] = {}
-            first: dict[tuple[str, str], int] = {}
-            for worker_id, peer in peers.items():
-                gpu = gpus[worker_id] if of_gpus else ""
-                host = self._context.host_key(peer) if self._broadcast else None
-                if self._context.shares_memory(peer) and (not of_gpus or gpu == own):
-                    near[worker_id] = peer
-                elif host is None or first.setdefault((host, gpu), worker_id) == worker_id:
-                    far[worker_id] = peer
-                else:
-                    relays[worker_id] = first[host, gpu]
-            if of_gpus and far and self._broadcast and self._broadcast.is_on_gpus(device, far):
-                break
-        return near, far, relays
+    def _is_on_gpus(self, device: torch.device, peers: Mapping[int, int]) -> bool:
+        return self._broadcast is not None and self._broadcast.is_on_gpus(device, peers)
 
     def send(self, payload: torch.Tensor) -> None:
-        if self.together:
-            self._far.send(payload)
+        if self.together and self._broadcast is not None:
+            self._broadcast.send(payload)
 
     def forget(self, peer: int) -> None:
-        self._far.forget(peer)
+        if self._broadcast is not None:
+            self._broadcast.forget(peer)
 
     def close(self) -> None:
-        self._near.close()
-        self._far.close()
+        super().close()
+        if self._broadcast is not None:
+            self._broadcast.close()
 
 
-class NoUpdater(AutoUpdater):
+class NoUpdater(TransportUpdater):
     """Sends nothing: the workers keep the weights that they started with."""
 
     def _skip_update(self, worker_id: int) -> bool:

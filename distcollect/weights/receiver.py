@@ -40,9 +40,10 @@ class WeightReceiver:
         self._lock = threading.Lock()  # of that, and of the version's number
         self._thread = SerialThread("distcollect-weights")
 
-    def prepare(self, source: WeightSource | None = None) -> WeightSource | None:
+    def prepare(self, source: WeightSource | None = None) -> None:
         """Join the group that ``source`` names, if any; see :meth:`.WeightSource.join`."""
-        return None if source is None else source.join(self._state)
+        if source is not None:
+            source.join(self._state)
 
     def cancel(self) -> None:
         """Wait no longer for what is being received: the sender broke it off."""
@@ -61,8 +62,8 @@ class WeightReceiver:
                 self._generation = generation
                 self._weights.renumber(version)
 
-    def receive(self, push: Push) -> Future[int]:
-        """Receive a version; completes with it once it is there and whole."""
+    def receive(self, push: Push) -> Future[WeightSource | None]:
+        """Receive a version; see :meth:`.WorkerService.receive_weights`."""
         return self._thread.submit(self._receive, push)
 
     def close(self) -> None:
@@ -70,16 +71,19 @@ class WeightReceiver:
         self._thread.close()
         self.cancel()
 
-    def _receive(self, push: Push) -> int:
+    def _receive(self, push: Push) -> WeightSource | None:
         if push.encoding.entries is not None and push.base != self._weights.newest:
             raise RuntimeError(
                 f"version {push.version} came as a change of version {push.base}, but this worker "
                 f"has version {self._weights.newest}"
             )
         begin = clock_ns()
-        buffer = self._weights.spare()
+        buffer, arrived = self._weights.spare(), push.source.arrived
+        if arrived is not None and push.encoding.is_whole and not buffer.is_cuda:
+            self._weights.discard(buffer)
+            buffer = arrived  # without a copy
         try:
-            self._fill(buffer, push)
+            place = self._fill(buffer, push)
             came = _fingerprint(buffer) if push.changes_follow else 0
             self._commit(buffer, push)
             self._newest = came
@@ -88,7 +92,7 @@ class WeightReceiver:
             self._landing = self._landing[:0]  # the source may go on writing to it
             raise
         self._on_received(push.version, begin, clock_ns())
-        return push.version
+        return place
 
     def _commit(self, buffer: torch.Tensor, push: Push) -> None:
         with self._lock:
@@ -99,7 +103,7 @@ class WeightReceiver:
             self._generation = push.generation
             self._weights.commit(buffer, push.version)
 
-    def _fill(self, buffer: torch.Tensor, push: Push) -> None:
+    def _fill(self, buffer: torch.Tensor, push: Push) -> WeightSource | None:
         layout = self._weights.layout
         sent = layout.reduced(push.encoding)
         is_whole = push.encoding.is_whole
@@ -109,7 +113,7 @@ class WeightReceiver:
             if (len(self._landing), self._landing.device) != (sent.num_bytes, device):
                 self._landing = sent.empty(device)
             payload = self._landing
-        push.source.receive(payload, self._state)
+        place = push.source.receive(payload, self._state)
         received = checksum(payload)
         if received != push.checksum:
             raise RuntimeError(
@@ -130,6 +134,7 @@ class WeightReceiver:
         if buffer.is_cuda:
             # The thread that steps the envs reads it, perhaps with another stream.
             torch.cuda.current_stream(buffer.device).synchronize()
+        return place
 
 
 def _fingerprint(flat: torch.Tensor) -> int:

@@ -200,9 +200,9 @@ class WeightSender:
         if not self._all_ready(first, preparing):
             return  # those that are ready come again, as a group without the others
         ready_ns = clock_ns()
-        sent_ns, have_it = self._transfer(first, sources, message, data)
+        sent_ns, answers = self._transfer(first, sources, message, data)
         # Those of a relay that failed come again, with another relay.
-        places = {w: preparing[relay].result() for w, relay in relays.items() if relay in have_it}
+        places = {w: answers[relay] for w, relay in relays.items() if relay in answers}
         if places:
             self._transfer(push.only(places), places, message)
         end_ns = clock_ns()
@@ -259,7 +259,7 @@ class WeightSender:
         sources: Mapping[int, WeightSource],
         message: Callable[..., Push],
         data: torch.Tensor | None = None,
-    ) -> tuple[int, Collection[int]]:
+    ) -> tuple[int, Mapping[int, Any]]:
         """Have each worker receive from its source, and note what became of it.
 
         Args:
@@ -269,7 +269,7 @@ class WeightSender:
             data: what the updater is to send meanwhile, if anything.
 
         Returns:
-            When that was over, and the workers that have acknowledged.
+            When that was over, and the answers of the workers that have acknowledged.
         """
         begin_ns = clock_ns()
         messages = {worker_id: message(source=source) for worker_id, source in sources.items()}
@@ -307,7 +307,7 @@ class WeightSender:
                 self._succeeded(worker_id, push)
             elif isinstance(error, WorkerLost) or not has_culprit:
                 self._failed(worker_id, push, error)
-        return sent_ns, [w for w, error in errors.items() if error is None]
+        return sent_ns, {w: answers[w].result() for w, error in errors.items() if error is None}
 
     # On the watching thread, as sending may have to be broken off.
 

@@ -55,7 +55,7 @@ class WeightUpdaterBase:
             called; :meth:`sources` is called again for the others.
         relays: of the push for which :meth:`sources` was called last, maps the worker_id of each
             receiver that gets the payload from another one, its relay, to that one's worker_id.
-            The relay's source says where, see :meth:`WeightSource.join`. Only with ``together``.
+            The relay's source says where, see :meth:`WeightSource.receive`.
     """
 
     together: bool = False
@@ -150,17 +150,20 @@ class InlineSource(WeightSource):
 
     payload: torch.Tensor
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _ArrivedSource, (self.payload,)
+
     def receive(self, target: torch.Tensor, receiver_state: dict[str, Any]) -> None:
         target.copy_(self.payload)
 
 
-class RPCUpdater(WeightUpdaterBase):
-    """Sends the weights to each receiver in a call of its own: over RPC, slow for many."""
+class _ArrivedSource(InlineSource):
+    """The same in the process to which it was sent."""
 
-    def sources(
-        self, payload: torch.Tensor, peers: Mapping[int, int]
-    ) -> Mapping[int, WeightSource]:
-        return dict.fromkeys(peers, InlineSource(payload.cpu()))
+    @property
+    def arrived(self) -> torch.Tensor:  # type: ignore[override]
+        """Return the payload."""
+        return self.payload
 
 
 @dataclass(frozen=True)
@@ -218,3 +221,100 @@ class SharedMemoryUpdater(WeightUpdaterBase):
     def close(self) -> None:
         self._closed = True
         self._shared.close()
+
+
+@dataclass(frozen=True)
+class RelaySource(WeightSource):
+    """A relay's source: others on its host map memory in which it has the payload.
+
+    Attributes:
+        own: where the relay receives.
+    """
+
+    own: WeightSource
+
+    @property
+    def on_gpu(self) -> bool:  # type: ignore[override]
+        """Return True if its own source writes to a GPU's memory directly."""
+        return self.own.on_gpu
+
+    @property
+    def arrived(self) -> torch.Tensor | None:  # type: ignore[override]
+        """Return the payload if it has come along."""
+        return self.own.arrived
+
+    def join(self, receiver_state: dict[str, Any]) -> None:
+        self.own.join(receiver_state)
+
+    def receive(self, target: torch.Tensor, receiver_state: dict[str, Any]) -> WeightSource:
+        self.own.receive(target, receiver_state)
+        shared: SharedPayload = receiver_state.setdefault("shared", SharedPayload())
+        memory, place = shared.reserve(len(target))
+        memory.copy_(target)
+        return place
+
+
+class TransportUpdater(WeightUpdaterBase):
+    """Sends weights by the transport that the run uses, once to each host.
+
+    Workers on the trainer's host map its memory. Of several workers on another host one gets the
+    weights, and the others map its memory.
+    """
+
+    def __init__(self) -> None:
+        self._near = SharedMemoryUpdater()
+
+    def attach(self, context: UpdaterContext) -> None:
+        self._context = context
+
+    def sources(
+        self, payload: torch.Tensor, peers: Mapping[int, int]
+    ) -> Mapping[int, WeightSource]:
+        near, far, self.relays = self._plan(payload.device, peers)
+        sources = dict(self._near.sources(payload, near)) if near else {}
+        if far:
+            sources.update(self._far_sources(payload, far))
+            for relay in {*self.relays.values()}:
+                sources[relay] = RelaySource(sources[relay])
+        return sources
+
+    def _far_sources(
+        self, payload: torch.Tensor, far: Mapping[int, int]
+    ) -> Mapping[int, WeightSource]:
+        """Return the sources of those that can't map the trainer's memory and have no relay."""
+        return dict.fromkeys(far, InlineSource(payload.cpu()))
+
+    def _is_on_gpus(self, device: torch.device, peers: Mapping[int, int]) -> bool:
+        """Return True if weights on ``device`` go to these workers directly from GPU to GPU."""
+        return False
+
+    def _plan(
+        self, device: torch.device, peers: Mapping[int, int]
+    ) -> tuple[Mapping[int, int], Mapping[int, int], Mapping[int, int]]:
+        """Sort the receivers.
+
+        Returns:
+            Who maps the trainer's memory, and who is sent the payload, both as ``{worker_id:
+            peer}``; and the relay of each other one: the first on its host, or there on its GPU.
+        """
+        gpus, own = self._context.gpus, gpu_of(device)
+        for of_gpus in (True, False) if own else (False,):
+            near: dict[int, int] = {}
+            far: dict[int, int] = {}
+            relays: dict[int, int] = {}
+            first: dict[tuple[str, str], int] = {}
+            for worker_id, peer in peers.items():
+                gpu = gpus[worker_id] if of_gpus else ""
+                host = self._context.host_key(peer)
+                if self._context.shares_memory(peer) and (not of_gpus or gpu == own):
+                    near[worker_id] = peer
+                elif host is None or first.setdefault((host, gpu), worker_id) == worker_id:
+                    far[worker_id] = peer
+                else:
+                    relays[worker_id] = first[host, gpu]
+            if of_gpus and far and self._is_on_gpus(device, far):
+                break
+        return near, far, relays
+
+    def close(self) -> None:
+        self._near.close()

@@ -195,10 +195,10 @@ class Worker(WorkerService):
     def cancel_evaluation(self, number: int) -> None:
         self._configured.evaluator.cancel(number)
 
-    def prepare_to_receive(self, source: WeightSource | None = None) -> WeightSource | None:
-        return self._configured.receiver.prepare(source)
+    def prepare_to_receive(self, source: WeightSource | None = None) -> None:
+        self._configured.receiver.prepare(source)
 
-    def receive_weights(self, push: Push) -> Future[int]:
+    def receive_weights(self, push: Push) -> Future[WeightSource | None]:
         return self._configured.receiver.receive(push)
 
     def cancel_receiving(self) -> None:

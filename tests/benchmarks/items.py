@@ -208,6 +208,13 @@ ITEMS: dict[str, Item] = {
     "replay": Item("start() fills a replay buffer", dict(_replay())),
     "start": Item("from making a collector to its first batch", dict(_start())),
     "fetch": Item("a rollout over each transport, in turn", dict(_fetch())),
+    "push": Item(
+        "weights to two workers on another host, in turn; needs root",
+        {
+            f"{size}-mb": Part(f"{size} MB", "push:run", {"num_bytes": size * 1_000_000})
+            for size in (1, 100)
+        },
+    ),
     "scaling": Item("workers with a 5 ms sleeping env", dict(_scaling())),
     "scale": Item("the trainer's bookkeeping for simulated workers", dict(_scale())),
 }

@@ -67,7 +67,7 @@ def push(collector: dc.RPCDataCollector, policy: Where, value: float) -> Any:
 UPDATERS: dict[str, Callable[[], Any]] = {
     "auto": dc.AutoUpdater,
     "gloo": partial(dc.BroadcastUpdater, "gloo"),
-    "rpc": dc.RPCUpdater,
+    "rpc": dc.TransportUpdater,
     "shared memory": dc.SharedMemoryUpdater,
 }
 

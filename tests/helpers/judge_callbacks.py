@@ -106,7 +106,7 @@ class Buffer:
         self.num_frames += data.shape.numel()
 
 
-class Updater(dc.RPCUpdater):
+class Updater(dc.TransportUpdater):
     """Raises before it sends."""
 
     def __init__(self, before: Any) -> None:
@@ -118,7 +118,7 @@ class Updater(dc.RPCUpdater):
         return super().sources(*args, **kwargs)
 
 
-class Mapping(dc.RPCUpdater):
+class Mapping(dc.TransportUpdater):
     """Raises before it changes the weights that are published."""
 
     def __init__(self, before: Any) -> None:

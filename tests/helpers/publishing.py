@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import cloudpickle
@@ -15,6 +17,7 @@ from tensordict import TensorDict
 from torch import nn
 
 import distcollect as dc
+from distcollect.weights.updaters import UpdaterContext
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers can't import test modules
 
@@ -72,6 +75,29 @@ class Disturbed(dc.BroadcastUpdater):
         if disturb is not None:
             disturb()
         super().send(payload)
+
+
+class AsFromAfar(dc.TransportUpdater):
+    """Sends as if all workers were on one other host.
+
+    Attributes:
+        relays_of: of each push, the relay of each worker that has one.
+        has_begun: set when a push has begun.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.relays_of: list[dict[int, int]] = []
+        self.has_begun = threading.Event()
+
+    def attach(self, context: UpdaterContext) -> None:
+        super().attach(replace(context, shares_memory=lambda _: False))
+
+    def sources(self, payload: torch.Tensor, peers: Mapping[int, int]) -> Mapping[int, Any]:
+        sources = super().sources(payload, peers)
+        self.relays_of.append(dict(self.relays))
+        self.has_begun.set()
+        return sources
 
 
 def telling_workers(policy: nn.Module, num_workers: int, **kwargs: Any) -> dc.RPCDataCollector:

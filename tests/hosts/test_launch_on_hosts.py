@@ -92,8 +92,10 @@ def test_a_host_that_vanishes_while_it_receives_weights_leaves_the_others_in_one
 
 
 @pytest.mark.timeout(400)  # nine ranks start, which takes long on a busy machine
-def test_weights_travel_once_to_each_host(on_host):
+@pytest.mark.parametrize("transport", ["rpc", "tcp"])
+def test_weights_travel_once_to_each_host(on_host, monkeypatch, transport):
     """To three workers there; also if the one that passes them on dies while it does."""
+    monkeypatch.setenv("DISTCOLLECT_TRANSPORT", transport)
     host = [TESTBED / "netns_host.sh", "1", "rate"]
     subprocess.run([*host, "100mbit"], check=True, timeout=20)
     try:

@@ -230,10 +230,11 @@ def lose(collector: dc.RPCDataCollector, worker_id: int) -> None:
 LOADED = 100
 
 
-class HeldUp(dc.RPCUpdater):
+class HeldUp(dc.TransportUpdater):
     """Sends nothing before it may."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.begun, self.may_go_on = threading.Event(), threading.Event()
 
     def sources(

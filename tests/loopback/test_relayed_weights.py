@@ -18,6 +18,11 @@ from distcollect.weights import broadcast, process_groups, updaters
 
 # Of each worker; the last two share no memory.
 HOSTS = ("a", "b", "a", "b", "a", None, None)
+# By an updater's class: of which kind the sources are of those that have no relay.
+SENT: dict[Any, Any] = {
+    dc.AutoUpdater: broadcast.BroadcastSource,
+    dc.TransportUpdater: updaters.InlineSource,
+}
 
 
 class Received:
@@ -27,16 +32,16 @@ class Received:
         self.kinds: list[str] = []
         self.backends: set[str] = set()  # of broadcasts
         self._lock = threading.Lock()
-        for kind in (broadcast.BroadcastSource, updaters.SharedMemorySource):
+        for kind in (*SENT.values(), updaters.SharedMemorySource):
             monkeypatch.setattr(kind, "receive", self._counted(kind.__name__, kind.receive))
 
-    def _counted(self, kind: str, receive: Callable[..., None]) -> Callable[..., None]:
-        def counted(source: Any, target: torch.Tensor, state: dict[str, Any]) -> None:
+    def _counted(self, kind: str, receive: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(source: Any, target: torch.Tensor, state: dict[str, Any]) -> Any:
             with self._lock:
                 self.kinds.append(kind)
                 if kind == "BroadcastSource":
                     self.backends.add(source.backend)
-            receive(source, target, state)
+            return receive(source, target, state)
 
         return counted
 
@@ -47,9 +52,19 @@ def received(monkeypatch: pytest.MonkeyPatch) -> Received:
 
 
 @pytest.fixture
-def collector() -> Iterator[dc.RPCDataCollector]:
+def updater() -> Any:
+    return dc.AutoUpdater
+
+
+@pytest.fixture
+def collector(updater: Any) -> Iterator[dc.RPCDataCollector]:
     with loopback_collector(
-        "CartPole-v1", Telling(), frames_per_batch=14, num_workers=len(HOSTS), sync=True
+        "CartPole-v1",
+        Telling(),
+        frames_per_batch=14,
+        num_workers=len(HOSTS),
+        sync=True,
+        weight_updater=updater,
     ) as collector:
         workers = workers_of(collector)
         workers.transport.hosts = {
@@ -63,14 +78,15 @@ def versions_told(collector: dc.RPCDataCollector) -> list[float]:
     return [told(batch, row)["wide"] for row in range(len(HOSTS))]
 
 
-def test_one_of_each_host_is_in_the_broadcast(
-    collector: dc.RPCDataCollector, received: Received
+@pytest.mark.parametrize("updater", SENT)
+def test_one_of_each_host_is_sent_the_weights(
+    collector: dc.RPCDataCollector, received: Received, updater: Any
 ) -> None:
     for version in (1, 2, 3):
         received.kinds.clear()
         handle = collector.update_policy_weights_(Telling(version))
         assert handle.acknowledged == dict.fromkeys(range(len(HOSTS)), version)
-        assert sorted(received.kinds) == ["BroadcastSource"] * 4 + ["SharedMemorySource"] * 3
+        assert sorted(received.kinds) == [SENT[updater].__name__] * 4 + ["SharedMemorySource"] * 3
         assert versions_told(collector) == [version] * len(HOSTS)
 
 
@@ -84,21 +100,23 @@ def test_a_worker_that_is_alone_on_its_host_needs_no_relay(
     assert versions_told(collector) == [0, 0, 2, 1, 2, 0, 0]
 
 
+@pytest.mark.parametrize("updater", SENT)
 @pytest.mark.parametrize("what", ["the relay fails", "its memory can't be mapped", "it is damaged"])
 def test_those_of_a_relay_get_it_whatever_goes_wrong(
     collector: dc.RPCDataCollector, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    kind: Any = broadcast.RelaySource if what == "the relay fails" else updaters.SharedMemorySource
+    kind: Any = updaters.RelaySource if what == "the relay fails" else updaters.SharedMemorySource
     receive, failures = kind.receive, iter([True, True])
 
-    def fail(source: Any, target: torch.Tensor, state: dict[str, Any]) -> None:
+    def fail(source: Any, target: torch.Tensor, state: dict[str, Any]) -> Any:
         if what == "its memory can't be mapped":
             raise PermissionError("/proc/1/fd/1")
-        receive(source, target, state)
+        place = receive(source, target, state)
         if next(failures, False):
             if what == "the relay fails":
                 raise RuntimeError(what)
             target[len(target) // 2] ^= 1
+        return place
 
     monkeypatch.setattr(kind, "receive", fail)
     handle = collector.update_policy_weights_(Telling(1))
@@ -106,7 +124,8 @@ def test_those_of_a_relay_get_it_whatever_goes_wrong(
     assert versions_told(collector) == [1] * len(HOSTS)
 
 
-def test_payloads_of_different_sizes(received: Received) -> None:
+@pytest.mark.parametrize("updater", SENT)
+def test_payloads_of_different_sizes(received: Received, updater: Any) -> None:
     """Only what has changed travels, after all of it."""
     with loopback_collector(
         "CartPole-v1",
@@ -115,6 +134,7 @@ def test_payloads_of_different_sizes(received: Received) -> None:
         num_workers=2,
         sync=True,
         weight_sync=dc.WeightSync(changes_only=True),
+        weight_updater=updater,
     ) as collector:
         workers = workers_of(collector)
         workers.transport.hosts = dict.fromkeys(workers.peers.values(), "a")
@@ -136,7 +156,8 @@ def between_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The trainer's weights seem to be on a GPU of host a, and there is a backend between GPUs."""
     nccl_stand_in.register()
     monkeypatch.setattr(broadcast, "_AUTO", (nccl_stand_in.NAME, "gloo"))
-    monkeypatch.setattr(broadcast, "gpu_of", lambda device: "a0")
+    for module in (broadcast, updaters):
+        monkeypatch.setattr(module, "gpu_of", lambda device: "a0")
     monkeypatch.setattr(
         LoopbackTransport, "shares_memory", lambda transport, peer: transport.host_key(peer) == "a"
     )

@@ -247,7 +247,7 @@ class OwnScheme(schemes.SharedMemWeightSyncScheme):
         ({"weight_sync_schemes": {"policy": OwnScheme()}}, ValueError, "OwnScheme can't be used"),
         ({"weight_recv_schemes": {"policy": scheme()}}, ValueError, "leave weight_recv_schemes"),
         (
-            {"weight_sync_schemes": {"policy": scheme()}, "weight_updater": dc.RPCUpdater},
+            {"weight_sync_schemes": {"policy": scheme()}, "weight_updater": dc.TransportUpdater},
             ValueError,
             "both given",
         ),
@@ -270,7 +270,7 @@ def test_refused(arguments: dict[str, Any], error: type[Exception], message: str
     "arguments",
     [
         {"weight_sync_schemes": {"policy": scheme()}},
-        {"weight_updater": dc.RPCUpdater},
+        {"weight_updater": dc.TransportUpdater},
         {
             "weight_updater": updaters.VanillaWeightUpdater(
                 weight_getter=lambda: policy_weights(7), policy_weights=policy_weights(0)

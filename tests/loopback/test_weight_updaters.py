@@ -56,7 +56,7 @@ class FileUpdater(dc.WeightUpdaterBase):
 
 class TestUpdaters:
     @pytest.mark.parametrize(
-        "make", [dc.BroadcastUpdater, dc.RPCUpdater, dc.SharedMemoryUpdater, None]
+        "make", [dc.BroadcastUpdater, dc.TransportUpdater, dc.SharedMemoryUpdater, None]
     )
     def test_each_brings_the_weights(self, collect: Collect, tmp_path: Path, make: Any) -> None:
         updater = FileUpdater(tmp_path) if make is None else make()

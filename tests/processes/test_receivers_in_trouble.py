@@ -13,7 +13,7 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
-from helpers.publishing import Disturbed, Telling, pids, telling_workers, told
+from helpers.publishing import AsFromAfar, Disturbed, Telling, pids, telling_workers, told
 from helpers.waiting import stop_process
 
 import distcollect as dc
@@ -22,7 +22,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers can't imp
 
 
 class TestReceiversInTrouble:
-    @pytest.mark.parametrize("make", [dc.BroadcastUpdater, dc.RPCUpdater, dc.AutoUpdater])
+    @pytest.mark.parametrize("make", [dc.BroadcastUpdater, dc.TransportUpdater, dc.AutoUpdater])
     def test_one_that_is_late_gets_the_newest_when_it_answers(self, make: Any) -> None:
         policy = Telling()
         # The others answer in time even on a busy machine.
@@ -125,3 +125,35 @@ def test_one_that_is_stopped_in_the_middle_leaves_the_others_in_one_group(num_by
         assert [told(batch, row)["wide"] for row in range(5)] == [1] * 5
         assert updater.groups[2:] == [(0,)]
         assert handle.acknowledged == dict.fromkeys(range(5), 2)
+
+
+@pytest.mark.parametrize("what", ["dies", "is stopped"])
+def test_a_relay_that_is_lost_in_the_middle_costs_the_others_one_try(what: str) -> None:
+    """They get the weights from another one, long before the push's own deadline."""
+    policy, updater = Telling(), AsFromAfar()
+    policy.register_buffer("ballast", torch.zeros(64 << 20, dtype=torch.uint8))
+    faults = dc.Faults(silence_timeout_s=300, weights_timeout_s=300, max_restarts=0)
+    given = {"transport": "tcp", "weight_updater": updater, "faults": faults}
+    weight_sync = dc.WeightSync(ready_timeout_s=1)
+    with telling_workers(policy, 4, weight_sync=weight_sync, **given) as collector:
+        relay = pids(collector.next())[0]
+        stop_process(relay)  # when its buffers are full, nothing more can be sent to it
+        updater.has_begun.clear()
+        handle = collector.update_policy_weights_(policy.fill(1), wait=False)
+        assert handle is not None
+        try:
+            assert updater.has_begun.wait(60)
+            if what == "dies":
+                os.kill(relay, signal.SIGKILL)
+            handle.wait(60)
+            assert updater.relays_of == [{1: 0, 2: 0, 3: 0}, {2: 1, 3: 1}]
+            assert handle.acknowledged == {1: 1, 2: 1, 3: 1}
+            kind = dc.WorkerLost if what == "dies" else dc.WeightsTimeout
+            assert isinstance(handle.left_out[0], kind)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(relay, signal.SIGCONT)
+        rows = range(3 if what == "dies" else 4)
+        batch = collector.next()
+        assert [told(batch, row)["wide"] for row in rows] == [1] * len(rows)
+        assert (batch["collector", "policy_version"] == 1).all()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -37,6 +39,7 @@ from distcollect.transport.protocol import NUM_SLABS, CollectRequest
 from distcollect.transport.rpc import RpcTransport
 from distcollect.transport.rpc_server import RpcServer
 from distcollect.transport.tcp import TcpTransport
+from distcollect.weights.updaters import InlineSource
 
 
 class TestRpc(TransportContract):
@@ -158,6 +161,24 @@ def test_what_cannot_travel_is_an_error_and_nothing_is_owed(world: Processes) ->
     begin = time.monotonic()
     world.transport.close(SOON_S)
     assert time.monotonic() - begin < SOON_S / 2
+
+
+@pytest.mark.parametrize("world", [Tcp, Tls], indirect=True)
+def test_a_call_does_not_wait_for_weights_that_are_on_their_way(world: Processes) -> None:
+    """Though these were sent before, and their receiver has taken little of them."""
+    payload = torch.arange(4_000_000, dtype=torch.int64).view(torch.uint8)
+    answered: list[str] = []
+    world.stop()
+    weights = world.transport.call(world.peer, Service.echo, InlineSource(payload))
+    call = world.transport.call(world.peer, Service.echo, "small")
+    weights.add_done_callback(lambda _: answered.append("weights"))
+    call.add_done_callback(lambda _: answered.append("call"))
+    os.kill(world.processes[0].pid, signal.SIGCONT)
+    [source] = weights.result(SOON_S)
+    assert call.result(SOON_S) == ("small",)
+    assert answered == ["call", "weights"]
+    assert torch.equal(source.arrived, payload)
+    source.arrived.zero_()  # it belongs to us
 
 
 def test_kill_9_fails_what_is_owed(world: Processes) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -351,6 +352,22 @@ class TestReceiver:
         self.module.weight.data.copy_(self.module.weight.data.flip(0))
         with pytest.raises(RuntimeError, match="the policy has changed its parameters itself"):
             receive(3, flat[:0], WeightEncoding(entries=()))
+
+    def test_what_has_come_along_is_not_copied_and_nothing_adds_up(self) -> None:
+        arrived: list[weakref.ref[Any]] = []
+        for version in range(1, 12):
+            flat = self.live.layout.empty().fill_(version)
+            source = pickle.loads(pickle.dumps(InlineSource(flat)))
+            arrived.append(weakref.ref(source.arrived.numpy().base))
+            place = source.arrived.data_ptr()
+            push = Push(version, source, WeightEncoding(), checksum(flat))
+            del source
+            self.receiver.receive(push).result(SOON_S)
+            del push
+            self.live.apply()
+            assert self.module.weight.untyped_storage().data_ptr() == place
+        gc.collect()
+        assert sum(each() is not None for each in arrived) <= 2
 
     def test_what_lies_ready_has_the_new_number(self) -> None:
         self.receive(1, 1.0, generation=0)
