@@ -203,6 +203,8 @@ class WorkerStats(_Figures):
 
     Attributes:
         state: "joining", "ready", "suspected", "lost" or "left".
+        pid: of its newest process; 0 if that is not known. In ``ps -e`` it is ``dc-worker-3``.
+        host: on which that runs, or ran.
         frames: number of frames delivered.
         frames_per_s: recent rate, see :class:`Stats`.
         mean_frames_per_s: mean rate since the first batch was requested.
@@ -221,6 +223,8 @@ class WorkerStats(_Figures):
     """
 
     state: str = "ready"
+    pid: int = 0
+    host: str = ""
     evaluates: bool = False
     num_episodes: int = 0
     num_evaluated: int = 0

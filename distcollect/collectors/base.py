@@ -338,7 +338,7 @@ class DataCollectorBase(ABC):
         self._check_open()
         if self._background is None:
             raise CollectorStateError("pause() is for a collector that was started by start()")
-        return self._background.paused(timeout_s)
+        return self._background.paused(self._backend.limit_s(timeout_s))
 
     def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
         """Shut down a collector that was started by :meth:`start`.

@@ -444,9 +444,16 @@ class Backend(ABC):
         return self._options.rounded_total_frames(self.frames_per_batch)
 
     def limit_s(self, timeout_s: float | None) -> float:
-        """Return the time limit of a call; None: ``Faults.batch_timeout_s``."""
-        limits = self._options.fault_limits
-        return limits.batch_timeout_s if timeout_s is None else checks.plain(timeout_s)
+        """Return the time limit of a call; None: ``Faults.batch_timeout_s``.
+
+        Raises:
+            ArgumentError, ArgumentTypeError: it is none.
+        """
+        if timeout_s is None:
+            return self._options.fault_limits.batch_timeout_s
+        limit_s: float = checks.plain(timeout_s)
+        checks.seconds(f"timeout_s={limit_s!r}", limit_s)
+        return limit_s
 
     # What the user asks for between two batches.
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
 import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -114,6 +116,7 @@ class InProcess(Backend):
         return self._stats_recorder.snapshot(
             replace(known, sync=True, in_process=True, num_cores=num_cores()),
             states={0: WorkerState.READY.value if not known.ended else WorkerState.LEFT.value},
+            processes={0: (os.getpid(), socket.gethostname())},
             ready={},
             ledger=LedgerReport({0: frames}, frames),
         )

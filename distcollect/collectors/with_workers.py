@@ -224,6 +224,7 @@ class WithWorkers(Backend):
                 num_cores=self._num_cores,
             ),
             states=states,
+            processes=dict(self.workers.processes),
             ready=self.pool.num_ready,
             ledger=self.pool.ledger,
             evaluating=self._options.evaluating,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import time
 from functools import partial
@@ -30,8 +31,12 @@ def run(given: argparse.Namespace) -> int:
     stats, age = read_newest(given.run_dir)
     if given.once or not sys.stdout.isatty():
         print(f"{age}{log_line(stats)}\n{find_bottleneck(stats)}")
-        for fault in stats.env_faults:
-            print(f"env fault: {fault_line(fault)}")
+        # Of those that differ by numbers only, such as the env's, the last one.
+        kinds = [re.sub(r"\d+", "", fault.message) for fault in stats.env_faults]
+        for kind, fault in dict(zip(kinds, stats.env_faults, strict=True)).items():
+            number = kinds.count(kind)
+            alike = f", the last of {number} alike" if number > 1 else ""
+            print(f"env fault{alike}: {fault_line(fault)}")
         return 0
     try:
         _follow(given.run_dir)
@@ -47,7 +52,7 @@ def read_newest(run: Path) -> tuple[Stats, str]:
         run: the folder, or the file itself.
 
     Returns:
-        The statistics, and for example "3 s ago: "; "" if the run has ended.
+        The statistics, and for example "written 3 s ago: "; "" if the run has ended.
 
     Raises:
         ArgumentError: there is none.
@@ -61,7 +66,7 @@ def read_newest(run: Path) -> tuple[Stats, str]:
         )
     stats = Stats.from_dict(snapshot)
     age_s = max(0.0, time.time() - snapshot["time"])
-    return stats, "" if stats.ended else f"{age_s:.0f} s ago: "
+    return stats, "" if stats.ended else f"written {age_s:.0f} s ago: "
 
 
 def _follow(run: Path) -> None:

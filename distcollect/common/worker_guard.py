@@ -74,6 +74,7 @@ def guard(parent: int) -> None:
 
 def _guard(worker: int, parent: int) -> NoReturn:
     os.closerange(3, 1024)  # the worker alone holds what it inherits
+    name_process("dc-guard")
     status = _wait(worker, parent)
     if status is None:  # the kernel could not end it yet
         _exit_by(signal.SIGKILL)
@@ -132,6 +133,12 @@ def _kill_all(worker: int) -> int | None:
         signal.sigtimedwait({signal.SIGCHLD}, _AGAIN_S)
         status = dict(ended()).get(worker, status)
     return status
+
+
+def name_process(name: str) -> None:
+    """Have ``ps -e`` and ``top`` show this process by a name of at most 15 characters."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/comm").write_text(name)
 
 
 def children_of(pid: int) -> list[int]:

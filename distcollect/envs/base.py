@@ -184,7 +184,16 @@ class Envs(ABC):
                     self._close_raised(index)
                 elif self._states[index] is EnvState.OPEN:
                     closing.enter_context(self._naming_env("close", index))
-                    closing.callback(self._close, self.members[index])
+                    closing.callback(self._close_open, index)
+
+    def _close_open(self, index: int) -> None:
+        """Close an env once, also if that raises an Exception; again after a Ctrl-C in it."""
+        try:
+            self._close(self.members[index])
+        except Exception:
+            self._states[index] = EnvState.CLOSED
+            raise
+        self._states[index] = EnvState.CLOSED
 
     def _close(self, env: Any) -> None:
         close(env)

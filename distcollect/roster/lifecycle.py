@@ -300,8 +300,11 @@ class Lifecycle(HostEvents):
             return
         process.info = info
         self.gpus[process.worker_id] = info.gpu
+        assert process.connection is not None
+        hello = process.connection.hello
         with self._status.lock:
             self._status.worker_infos.setdefault(process.worker_id, info)
+            self._status.processes[process.worker_id] = hello.pid, hello.host
         if self._is_observed:
             log.info("%s is ready%s", self._name(process), process.where)
         self._observer.join(process.worker_id, process.incarnation, process.peer)
@@ -425,7 +428,9 @@ class Lifecycle(HostEvents):
         if self._status.is_starting:
             self.fail(LaunchError(reason))
             return
-        log.warning("%s is not replaced: %s", worker_name(worker_id, self._collector), reason)
+        # Else the end of its process is still to be told, with this reason.
+        if all(process.worker_id != worker_id for process in self.processes.values()):
+            log.warning("%s is not replaced: %s", worker_name(worker_id, self._collector), reason)
         if fatal := self._fatal(worker_id, WorkerLost(reason, worker_id=worker_id)):
             self.fail(fatal)
 
@@ -504,7 +509,8 @@ class Lifecycle(HostEvents):
         if self._membership.state(worker_id) is not WorkerState.JOINING:
             if self._hosts.placer is not None and worker_id not in self._given_up:
                 return "it is replaced once Ray has started its actor again"
-            return "it is not replaced"
+            reason = self._given_up.get(worker_id)
+            return "it is not replaced" + (f": {reason}" if reason else "")
         return "it is replaced" + (f" in {delay_s:.1f} s" if delay_s else "")
 
     def _fatal(self, worker_id: int, failure: DistCollectError) -> DistCollectError | None:

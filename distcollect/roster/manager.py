@@ -55,6 +55,7 @@ class Workers:
         transport: reaches the workers.
         address: this host's, on the interface by which workers reach it.
         worker_infos: what the first process in each slot found when it was probed, by worker_id.
+        processes: pid and host of the newest process that was ready, by worker_id.
         gpus: the name of the GPU that has each worker's policy, "" for the CPU; kept up to date.
         ends: how lost workers ended.
     """
@@ -123,6 +124,7 @@ class Workers:
             )
             on_error.pop_all()
         self.worker_infos = self._status.worker_infos
+        self.processes = self._status.processes
         self.gpus = self._lifecycle.gpus
         self.ends = self._status.ends
         self._steps = self._stop_steps()

@@ -29,6 +29,7 @@ class Status:
         failure: why the run can't go on; None: it can.
         states: of each slot's worker, by worker_id; replaced as a whole.
         worker_infos: worker_id to what the first process in its slot found when it was probed.
+        processes: worker_id to pid and host of the newest process that was ready.
         ends: how lost workers ended.
     """
 
@@ -39,6 +40,7 @@ class Status:
         self.failure: DistCollectError | None = None
         self.states: dict[int, WorkerState] = {}
         self.worker_infos: dict[int, WorkerInfo] = {}
+        self.processes: dict[int, tuple[int, str]] = {}
         self.ends = WorkerEnds()
 
     @property

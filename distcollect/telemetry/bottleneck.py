@@ -29,7 +29,8 @@ class Bottleneck:
     Attributes:
         bound: what takes most of the time: "trainer" (your code between two batches), the workers'
             "env" or "policy", "network" (writing frames to memory, moving rollouts, making
-            batches, round trips) or "weights"; "unknown" before the first batch.
+            batches, round trips; the text of a collector without workers says "frames") or
+            "weights"; "unknown" before the first batch.
         shares: shares of the trainer's time by these names; they add up to 1.
         more_workers: how many more workers would still help on the cores of their hosts, as far as
             these are known; infinity: many.
@@ -55,8 +56,9 @@ def find_bottleneck(stats: Stats) -> Bottleneck:
     bound = _bound(shares)
     waits = shares["env"] + shares["policy"]
     wanted = _more_workers(stats, waits)
+    names = {"network": "frames"} if stats.in_process else {}
     parts = ", ".join(
-        f"{name} {share:.0%}"
+        f"{names.get(name, name)} {share:.0%}"
         for name, share in sorted(shares.items(), key=lambda item: -item[1])
         if share >= 0.005
     )

@@ -253,6 +253,7 @@ class StatsRecorder:
         about: Stats,
         *,
         states: Mapping[int, str],
+        processes: Mapping[int, tuple[int, str]],
         ready: Mapping[int, int],
         ledger: LedgerReport | None,
         evaluating: Collection[int] = (),
@@ -262,6 +263,7 @@ class StatsRecorder:
         Args:
             about: the values that are not recorded here.
             states: maps the worker_id of each present worker to its state.
+            processes: maps a worker_id to the pid and host of its newest process.
             ready: maps a worker_id to its number of ready rollouts.
             ledger: what became of all frames; None: there is no ledger.
             evaluating: ids of the workers that collect nothing, but evaluate.
@@ -278,10 +280,13 @@ class StatsRecorder:
             workers = {}
             for worker_id in sorted({*self._tallies, *states}):
                 tally = self._tally(worker_id)
+                pid, host = processes.get(worker_id, (0, ""))
                 every.lags.update(tally.lags)
                 every.counts.update(tally.counts)
                 workers[worker_id] = WorkerStats(
                     state=states.get(worker_id, "lost"),
+                    pid=pid,
+                    host=host,
                     frames=tally.lags.total(),
                     num_ready=ready.get(worker_id, 0),
                     evaluates=worker_id in evaluating,

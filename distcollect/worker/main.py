@@ -16,6 +16,7 @@ from distcollect.common.forks import Owner
 from distcollect.common.open_files import flush_output
 from distcollect.common.shared_memory import sample_for
 from distcollect.common.step_counter import StepCounter
+from distcollect.common.worker_guard import name_process
 from distcollect.errors import LaunchError
 from distcollect.net.client import ControlConnection, join
 from distcollect.net.messages import (
@@ -46,6 +47,7 @@ def main(boot: WorkerBoot) -> None:
         # Proxies of a multiprocessing.Manager, for example, prove with it that they may connect.
         multiprocessing.current_process().authkey = bytes.fromhex(boot.authkey)
     _name_worker_in_logs(boot.name)
+    name_process(f"dc-worker-{boot.worker_id}")
     counter = StepCounter.inherited(boot.counters_fd)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     # As libgomp reads it: "4,2" has a number for each level of nesting, and it ignores "auto".

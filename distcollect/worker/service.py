@@ -8,6 +8,7 @@ and return futures. Weights arrive on one more thread (:mod:`distcollect.weights
 from __future__ import annotations
 
 import gc
+import logging
 import mmap
 import pickle
 import queue
@@ -39,6 +40,7 @@ from distcollect.rollout.assemble import assemble
 from distcollect.rollout.header import Header, Rollout
 from distcollect.rollout.layout import Tensors
 from distcollect.rollout.slabs import AnySlab, new_slab
+from distcollect.transport.failure import users_traceback
 from distcollect.transport.protocol import NUM_SLABS, CollectRequest, methods_of
 from distcollect.transport.worker_service import (
     EvaluationRequest,
@@ -51,6 +53,8 @@ from distcollect.transport.worker_service import (
 from distcollect.weights.receiver import WeightReceiver
 from distcollect.weights.updaters import gpu_of
 from distcollect.worker.handover_store import HandoverStore
+
+log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -133,7 +137,10 @@ class Worker(WorkerService):
         do_jobs(self._jobs)
         self._handover_store.close()
         for part in self._parts or ():
-            part.close()
+            try:
+                part.close()
+            except EnvError as error:  # nobody waits for it any more
+                log.warning("%s\n%s", error, users_traceback(error))
 
     def stop(self) -> None:
         """End :meth:`run` as soon as the current step is done; unanswered calls fail."""

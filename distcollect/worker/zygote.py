@@ -79,6 +79,7 @@ def serve(fd: int, imported: Sequence[str], mask: Sequence[int]) -> WorkerBoot:
     """
     # If the trainer ignores it, so would this process, and could not wait for its children.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    worker_guard.name_process("dc-zygote")
     for name in _PRELOADED:
         importlib.import_module(name)
     for name in imported:

@@ -57,6 +57,7 @@ class LoopbackWorkers:
         }
         self.gpus = {worker_id: probe.gpu for worker_id, probe in self.worker_infos.items()}
         self.states = dict.fromkeys(self.worker_infos, WorkerState.READY)
+        self.processes: dict[int, tuple[int, str]] = {}
         self.num_present = num_workers
         self.ends = WorkerEnds()
         self.is_elastic = False

@@ -158,3 +158,21 @@ def test_a_step_of_the_old_gym_ends_the_run_with_its_first_result(
     ):
         collector.next()
     assert not [each for each in caplog.messages if "replaced" in each]
+
+
+class RaisesInClose(CountingEnv):
+    def close(self) -> None:
+        raise RuntimeError("can't be closed")
+
+
+def test_what_an_env_raises_in_close_is_printed_by_its_worker(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    collector = dc.MultiSyncDataCollector(RaisesInClose, frames_per_batch=4, num_workers=1)
+    with collector:
+        collector.next()
+    printed = capfd.readouterr().err
+    assert "worker 0" in printed
+    assert "close() raised RuntimeError: can't be closed\nTraceback" in printed
+    assert "distcollect/" not in printed
+    assert collector.ledger.total.lost.keys() <= {"shut_down"}

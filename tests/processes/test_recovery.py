@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -148,6 +149,9 @@ def test_a_killed_worker_is_replaced_and_gets_the_newest_weights(
         killed = checker.pids[1]
         os.kill(killed, signal.SIGKILL)
         until(collector, checker, lambda: checker.pids[1] != killed, JOIN_S)
+        newest = collector.stats().workers[1]
+        assert (newest.pid, newest.host) == (checker.pids[1], socket.gethostname())
+        assert Path(f"/proc/{newest.pid}/comm").read_text() == "dc-worker-1\n"
         batch = collector.next()
         while not (mine := batch["collector", "worker_id"] == 1).any():
             checker.see(batch)

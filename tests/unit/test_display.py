@@ -36,7 +36,10 @@ def test_what_the_display_has() -> None:
     ):
         assert part in text
     assert re.search(r"^1 +joining +50 +0 +80% +0% +20% +1 +0$", text, re.MULTILINE)
-    rest = "trainer waits 75%, workers 20%, lost: worker_lost 12, at most 9 more, 1 restart"
+    rest = (
+        "trainer waits 75% of the time, workers wait 20%, lost: worker_lost 12, at most 9 more, "
+        "1 restart"
+    )
     assert log_line(replace(STATS, may_be_lost=9)).endswith(rest)
     assert "(0%), years to go" in log_line(replace(STATS, total_frames=sys.maxsize))
 
@@ -58,6 +61,13 @@ def test_env_faults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     *_, first, second = capsys.readouterr().out.splitlines()
     assert first.endswith("worker 0 on host-a: env 1: step() raised [bold] OSError")
     assert second.endswith("worker 1 on host-a: env 1: step() ?[2Jraised")
+    alike = [EnvFault(3, 0, "host-a", 0.0, f"env {row}: reset() raised") for row in range(9)]
+    write(tmp_path, replace(stats, env_faults=(*FAULTS, *alike)))
+    assert main(["top", str(tmp_path), "--once"]) == 0
+    *_, second, last = capsys.readouterr().out.splitlines()
+    assert second.startswith("env fault: ")
+    assert last.startswith("env fault, the last of 9 alike: ")
+    assert last.endswith("worker 3 on host-a: env 8: reset() raised")
 
 
 def test_it_fits_the_terminal() -> None:

@@ -158,3 +158,4 @@ def test_close_closes_all_and_then_raises() -> None:
     with pytest.raises(EnvError, match=r"env 0 .*close\(\) raised"):
         batch.close()
     assert envs[1].closed
+    batch.close()  # nothing is left to close, so nothing raises

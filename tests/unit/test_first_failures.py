@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Callable
 from unittest.mock import Mock
 
+import pytest
+
 from distcollect.common.process_exit import ProcessExit
 from distcollect.config import Faults
 from distcollect.errors import EnvError, WorkerLost
@@ -56,14 +58,40 @@ def test_an_env_that_no_replacement_cures_ends_a_run_that_has_collected_nothing(
     assert not failures.is_final(WorkerSlot(1, 0, 0, num_requests=2), error, [0, 1])
 
 
+def lifecycle_of_two(status: Status, post: Callable[[Callable[[], None]], None]) -> Lifecycle:
+    hosts = Mock(**{"num_workers.return_value": 2})
+    return Lifecycle(
+        hosts, Mock(), Faults(), Mock(), status, num_first=2, post=post, end_launch=Mock()
+    )
+
+
+@pytest.mark.parametrize("ends_first", [True, False])
+def test_what_a_scheduler_says_of_a_worker_that_it_gives_up_is_logged_once(
+    caplog: pytest.LogCaptureFixture, ends_first: bool
+) -> None:
+    status = Status()
+    lifecycle = lifecycle_of_two(status, lambda event: event())
+    lifecycle.check()
+    status.enter(RunPhase.RUNNING)
+    lifecycle.slot_closed(0)
+    if ends_first:
+        lifecycle.exited(0, 0, ProcessExit(1, 0))
+        lifecycle.check()
+    lifecycle.slot_given_up(0, "its node is gone")
+    if not ends_first:
+        lifecycle.exited(0, 0, ProcessExit(1, 0))
+        lifecycle.check()
+    first, *others = caplog.messages
+    assert first.startswith("worker 0 is lost: its process ended")
+    assert len(others) == ends_first
+    assert " ".join(caplog.messages).count("not replaced: its node is gone") == 1
+
+
 def test_the_run_ends_also_if_the_worker_owes_other_answers() -> None:
     """They fail when it is lost, before it is known how its process ended."""
     status = Status()
     posted: deque[Callable[[], None]] = deque()
-    lifecycle = Lifecycle(
-        Mock(), Mock(), Faults(), Mock(), status,
-        num_first=2, post=posted.append, end_launch=Mock(),
-    )  # fmt: skip
+    lifecycle = lifecycle_of_two(status, posted.append)
     lifecycle.check()
     status.enter(RunPhase.RUNNING)
     error = EnvError("worn out", worker_id=0)

@@ -112,7 +112,9 @@ def test_the_last_hundred_episodes_of_each_worker_and_of_all() -> None:
         recorder.collected(Header(worker_id, 0, 0, 10, 10, 100, (0, 0), work=work))
 
     def snapshot() -> Stats:
-        return recorder.snapshot(Stats(), states={0: "ready", 1: "ready"}, ready={}, ledger=None)
+        return recorder.snapshot(
+            Stats(), states={0: "ready", 1: "ready"}, processes={}, ready={}, ledger=None
+        )
 
     assert repr(snapshot().episodes.metrics) == "{'success': nan}"
     collected(0, *[0.0] * 60, NAN)  # an episode that does not count

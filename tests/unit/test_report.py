@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from distcollect.commands import main as cli
+from distcollect.commands.report.charts import duration
 from distcollect.commands.report.history import Span, history_of, read
 from distcollect.commands.report.page import page
 
@@ -206,3 +207,11 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "stats.jsonl").write_text(json.dumps(snapshot(1)) + "\n")
     assert cli.main(["report", str(tmp_path), "--out", str(tmp_path)]) == 2
     assert "(Is a directory): name another file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"),
+    [(5, "5 s"), (90, "1:30 min"), (5400, "1:30 h"), (47 * 3600, "47:00 h"), (302_400, "3.5 d")],
+)
+def test_the_axis_of_time_is_readable_for_any_run(seconds: float, told: str) -> None:
+    assert duration(seconds) == told

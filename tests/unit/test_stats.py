@@ -113,7 +113,11 @@ def header(
 
 def snapshot(stats_recorder: StatsRecorder, ledger: LedgerReport | None = None) -> Stats:
     return stats_recorder.snapshot(
-        Stats(collector="X"), states={0: "ready"}, ready={0: 2}, ledger=ledger
+        Stats(collector="X"),
+        states={0: "ready"},
+        processes={0: (7, "host-a")},
+        ready={0: 2},
+        ledger=ledger,
     )
 
 

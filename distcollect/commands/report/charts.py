@@ -42,7 +42,9 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:
         return f"{minutes}:{rest:02} min"
-    return f"{minutes // 60}:{minutes % 60:02} h"
+    if minutes < 2 * 24 * 60:
+        return f"{minutes // 60}:{minutes % 60:02} h"
+    return f"{minutes / 60 / 24:.3g} d"
 
 
 def ticks(low: float, high: float, count: int) -> list[float]:
