@@ -7,7 +7,6 @@ import hashlib
 import importlib
 import inspect
 import io
-import pickle
 import sys
 import warnings
 import zipfile
@@ -104,8 +103,8 @@ def named_policy(given: str | None, weights: Path | None = None, *, trust: bool)
         policy = _unpickled(given, data, trust=trust)
     if not callable(policy):
         raise ArgumentError(
-            f"--policy {given}: {policy!r} can't be called, so it is no policy; name a module or "
-            "function from observations to actions"
+            f"--policy {given}: {policy!r:.100} can't be called, so it is no policy; name a module "
+            "or function from observations to actions"
         )
     return NamedPolicy(partial(_with_state, policy, module_of(policy)), identity)
 
@@ -156,26 +155,16 @@ def _is_torchscript(data: bytes) -> bool:
 
 
 def _unpickled(file: str, data: bytes, *, trust: bool) -> Any:
-    try:
-        held = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except Exception as error:
-        # Torch raises UnpicklingError if a pickle holds more than weights. Files of other kinds
-        # fail in many ways.
-        refused = isinstance(error, pickle.UnpicklingError)
-        if not refused or not zipfile.is_zipfile(io.BytesIO(data)):
-            raise ArgumentError(
-                f"--policy {file} was not written by torch.save or torch.jit.save: name a file "
-                "that was, or MODULE:NAME"
-            ) from error
-    else:
+    if not zipfile.is_zipfile(io.BytesIO(data)):
         raise ArgumentError(
-            f"--policy {file} holds a {type(held).__name__}, not a module: name the code of the "
-            f"policy by --policy MODULE:NAME, and add --weights {file}"
+            f"--policy {file} was not written by torch.save or torch.jit.save: name a file that "
+            "was, or MODULE:NAME"
         )
     if not trust:
         raise ArgumentError(
             f"--policy {file} is a pickle, which can run any code when it is loaded: add "
-            "--trust-policy if you know where it comes from, or save the policy by torch.jit.save"
+            "--trust-policy if you know where it comes from, or save the policy by torch.jit.save. If "
+            f"it holds weights alone, name the policy's code: --policy MODULE:NAME --weights {file}"
         )
     remedy = "the modules that define it must be importable from here"
     with refusing(f"--policy {file} can't be loaded", remedy, Exception):

@@ -142,26 +142,15 @@ def name_process(name: str) -> None:
 
 
 def children_of(pid: int) -> list[int]:
-    """The ids of a process's children, oldest first; zombies count.
-
-    Only for a process with one thread.
-    """
-    try:
-        listed = Path(f"/proc/{pid}/task/{pid}/children").read_text()
-        return [int(child) for child in listed.split()]
-    except OSError:
-        return [] if not Path(f"/proc/{pid}").exists() else _children_by_parent(pid)
-
-
-def _children_by_parent(parent: int) -> list[int]:
-    """The same on kernels that list no children."""
+    """The ids of a process's children, oldest first; zombies count."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            # After the command's name, in parentheses: state, parent, ...
-            if int(stat.read_text().rpartition(")")[2].split()[1]) == parent:
-                found.append(int(stat.parent.name))
-    return found
+            # After the command's name, in parentheses: the state, the parent, ..., the start.
+            fields = stat.read_text().rpartition(")")[2].split()
+            if int(fields[1]) == pid:
+                found.append((int(fields[19]), int(stat.parent.name)))
+    return [child for _, child in sorted(found)]
 
 
 def _exit_by(number: int) -> NoReturn:

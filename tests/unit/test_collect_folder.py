@@ -241,7 +241,7 @@ def test_policies_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert policy("net:act")(5) == 5
     assert named_policy(None, trust=False) == (None, "random")
     is_refused(r"net:act is no torch module", "net:act", "weights.pt")
-    is_refused(r"weights.pt holds a dict.*--weights weights.pt", "weights.pt")
+    is_refused(r"weights.pt is a pickle.*MODULE:NAME --weights weights.pt", "weights.pt")
     is_refused(r"net:Sized: Sized\(\) raised TypeError", "net:Sized")
 
     torch.save(nn.Linear(3, 1), "module.pt")
