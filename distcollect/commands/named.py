@@ -163,8 +163,8 @@ def _unpickled(file: str, data: bytes, *, trust: bool) -> Any:
     if not trust:
         raise ArgumentError(
             f"--policy {file} is a pickle, which can run any code when it is loaded: add "
-            "--trust-policy if you know where it comes from, or save the policy by torch.jit.save. If "
-            f"it holds weights alone, name the policy's code: --policy MODULE:NAME --weights {file}"
+            "--trust-policy if you know where it comes from, or save the policy by torch.jit.save. "
+            f"Weights alone go with the policy's code: --policy MODULE:NAME --weights {file}"
         )
     remedy = "the modules that define it must be importable from here"
     with refusing(f"--policy {file} can't be loaded", remedy, Exception):
