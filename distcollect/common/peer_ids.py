@@ -63,6 +63,7 @@ class Identity:
         self._num_earlier = 0  # ids that were given out before the open collectors
         # The blocks of the open collectors that step their envs in this process.
         self._own: WeakKeyDictionary[Iterator[int], int] = WeakKeyDictionary()
+        self._beside: list[int] = []  # ids whose blocks are for collectors beside another one
         self._lock = threading.Lock()
 
     def new_peer(self) -> int:
@@ -98,6 +99,7 @@ class Identity:
         with self._lock:
             if all(peer == self.trainer for peer in self._own.values()):
                 self._num_earlier = self.next_peer - self.trainer - self.num_trainers
+                self._beside.clear()
 
     @property
     def workers_first_traj_id(self) -> int:
@@ -117,13 +119,16 @@ class Identity:
         """Return trajectory ids for a collector that steps its envs in this process.
 
         Until they are freed or gone, nobody else gets the same. A collector that is alone has this
-        process's own block, so that equal seeds give equal batches; another one beside it has the
-        block of a new id.
+        process's own block; another one beside it has the block of a new id, or the first of these
+        that is free again. So equal seeds give equal batches, one after the other.
         """
         with self._lock:
-            peer, first = self.trainer, self.first_traj_id
-            if peer in self._own.values():
-                peer, first = self._new_peer(), self.workers_first_traj_id
+            peer, first, taken = self.trainer, self.first_traj_id, {*self._own.values()}
+            if peer in taken:
+                free = [each for each in self._beside if each not in taken]
+                if not free:
+                    self._beside.append(self._new_peer())
+                peer, first = (free or self._beside[-1:])[0], self.workers_first_traj_id
             ids = traj_ids_of(peer, first)
             self._own[ids] = peer
         return ids
@@ -156,6 +161,7 @@ class Identity:
                 )
             self.first_traj_id = first
             self._num_earlier = 0
+            self._beside.clear()
             return first
 
 

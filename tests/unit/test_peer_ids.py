@@ -110,8 +110,12 @@ def test_open_collectors_in_this_process_share_no_trajectory_id() -> None:
 
     with opened() as one:
         first, *_ = alone = ids(one)
-        with opened() as two:
-            assert not {*alone, *ids(one)} & {*ids(two), *ids(two)}
+        beside = []
+        for _ in range(2):
+            with opened() as two:
+                beside.append(ids(two))
+                assert not {*alone, *ids(one)} & {*beside[-1], *ids(two)}
+        assert beside[0][0] == beside[1][0]  # equal seeds give equal batches beside another one too
     # It fails once the env is made, and who holds the error holds the collector.
     with pytest.raises(dc.ArgumentError, match="frames_per_batch=3") as failed:
         dc.SyncDataCollector(lambda: gym.make_vec("CartPole-v1", 2), None, frames_per_batch=3)
