@@ -86,6 +86,16 @@ _real_spawn = multiprocessing.util.spawnv_passfds
 multiprocessing.util.spawnv_passfds = _spawn
 
 
+@pytest.fixture
+def token_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file with a token, which processes are told of."""
+    path = tmp_path / "token"
+    path.touch(mode=0o600)
+    path.write_text("e9d1a2-nobody-may-see-this\n")
+    monkeypatch.setenv("DISTCOLLECT_TOKEN_FILE", str(path))
+    return path
+
+
 @pytest.fixture(autouse=True)
 def _one_process(request: pytest.FixtureRequest) -> Iterator[None]:
     """Tests in unit/ and loopback/ start no process."""

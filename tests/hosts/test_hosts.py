@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 from chaos.hosts import Hosts
+from helpers.launching import slurm_variables
 from helpers.marked import Marked
 from helpers.paths import SCRIPTS
 from helpers.trace_checks import (
@@ -280,21 +281,9 @@ def test_a_host_joins_an_elastic_launch(network: Network, marked: Marked) -> Non
     assert marked.gone()
 
 
-def slurm_variables(rank: int) -> dict[str, str]:
-    """SLURM's variables for a step with one task on each of the first two hosts."""
-    return {
-        "SLURM_PROCID": str(rank),
-        "SLURM_NTASKS": "2",
-        "SLURM_JOB_ID": str(os.getpid()),
-        "SLURM_STEP_NODELIST": "node[1-2]",
-        "SLURM_STEP_NUM_NODES": "2",
-        "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
-    }
-
-
 def test_srun_where_names_stand_for_127_0_1_1(network: Network) -> None:
     command = (sys.executable, LAUNCHED)
-    ranks = [network.start(1 + rank, *command, **slurm_variables(rank)) for rank in (0, 1)]
+    ranks = [network.start(1 + rank, *command, **slurm_variables(rank, 2, 1)) for rank in (0, 1)]
     for seen in reports(ranks):
         assert seen["workers"] == [0]
         assert seen["listening"] == [f"{SECOND}.1"]
@@ -335,7 +324,7 @@ def test_doctor_finds_closed_ports(network: Network) -> None:
         2, "sh", "-ec", f"{blocked}; ip rule add pref 10 lookup local; ip rule del pref 0"
     ).output()
     command = (sys.executable, "-m", "distcollect", "doctor")
-    ranks = [network.start(1 + rank, *command, **slurm_variables(rank)) for rank in (0, 1)]
+    ranks = [network.start(1 + rank, *command, **slurm_variables(rank, 2, 1)) for rank in (0, 1)]
     try:
         said = ranks[0].output(status=1)
     finally:

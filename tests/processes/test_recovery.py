@@ -358,15 +358,6 @@ def test_sigterm_is_notice_enough_to_leave_without_losing_a_frame(
     assert set(balances(collector, checker)) <= {"shut_down"}
 
 
-@pytest.fixture
-def token_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    path = tmp_path / "token"
-    path.touch(mode=0o600)
-    path.write_text("a secret of ours\n")
-    monkeypatch.setenv("DISTCOLLECT_TOKEN_FILE", str(path))
-    return path
-
-
 def join(port: int, *further: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "distcollect", "worker", "--join", f"127.0.0.1:{port}"]
     return subprocess.Popen(

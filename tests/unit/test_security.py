@@ -18,15 +18,6 @@ from distcollect.net.messages import TrainerAddress, WorkerBoot
 SECRET = "e9d1a2-nobody-may-see-this"
 
 
-@pytest.fixture
-def token_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    path = tmp_path / "token"
-    path.touch(0o600)
-    path.write_text(SECRET + "\n")
-    monkeypatch.setenv("DISTCOLLECT_TOKEN_FILE", str(path))
-    return path
-
-
 @pytest.mark.parametrize("mode", [0o604, 0o602, 0o644, 0o620])
 def test_a_token_that_others_may_read_is_refused(token_file: Path, mode: int) -> None:
     token_file.chmod(mode)
