@@ -308,7 +308,7 @@ def test_doctor_by_torchrun(network: Network, tmp_path: Path) -> None:
             said,
             re.M,
         ), said
-    assert "broadcast to all 2 workers" in said
+    assert "weights to all 2 workers" in said
     assert len(re.findall(r"^\d+\. names, ", said, re.M)) == 3, said
     assert len(re.findall(r"what to do", said)) == 3, said
     assert f"--local-addr={SECOND}.2" in said

@@ -159,7 +159,9 @@ def test_torch_without_a_private_part(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.delattr("torch.distributed.rpc.api._init_rpc_states")
-    assert main(["doctor"]) == 2
+    with monkeypatch.context() as patch:
+        patch.setenv("DISTCOLLECT_TRANSPORT", "rpc")
+        assert main(["doctor"]) == 2
     assert "lacks _init_rpc_states" in capsys.readouterr().err
     # A run says so too, before any process is started, unless it can do without.
     with pytest.raises(dc.ArgumentError, match="lacks _init_rpc_states; use 'tcp'"):

@@ -137,15 +137,15 @@ def _examine_links(ranks: Ranks) -> list[Finding]:
     if measured:
         _say("between the trainer and each worker")
         _say(_links_table(reports, measured), "")
-    if len(measured) <= _MAX_HOSTS:
+    if ranks.broadcasts and len(measured) <= _MAX_HOSTS:
         # A broadcast is passed on from worker to worker.
         for one, other in itertools.permutations(measured, 2):
             with _noting(findings, f"{reports[one].host} to {reports[other].host}"):
                 ranks.connect(one, other)
     if len(reached) > 1:
-        with _noting(findings, "broadcast to all workers"):
-            speed = _rate(ranks.broadcast(reached))
-            _say(f"broadcast to all {len(reached)} workers: {speed}", "")
+        with _noting(findings, "weights to all workers"):
+            speed = _rate(ranks.send_weights(reached))
+            _say(f"weights to all {len(reached)} workers: {speed}", "")
     return findings
 
 
@@ -180,10 +180,10 @@ def capacity_table(reports: Sequence[HostReport]) -> str:
 
 def _links_table(reports: Mapping[int, HostReport], measured: Mapping[int, Link]) -> str:
     """Return a table of the links between the trainer and each worker."""
-    rows = [("rank", "host", "round trip", "RPC fetch", "broadcast", "rollouts")]
+    rows = [("rank", "host", "round trip", "fetch", "weights", "rollouts")]
     for rank, link in measured.items():
         round_trip = f"{link.round_trip_s * 1e3:.2f} ms"
-        rates = _rate(link.fetch_bytes_per_s), _rate(link.broadcast_bytes_per_s)
+        rates = _rate(link.fetch_bytes_per_s), _rate(link.weights_bytes_per_s)
         way = "mapped" if link.shares_memory else "sent"
         rows.append((str(rank), reports[rank].host, round_trip, *rates, way))
     return text_table(rows, left=(1, 5))

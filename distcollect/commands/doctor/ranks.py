@@ -1,7 +1,7 @@
 """The ranks that take part: how they meet, and what the trainer measures between them.
 
 A rank reports on its host by its control connection, also where RPC does not get through. The
-measurements go by the transport and the broadcasts of a run.
+measurements go by the transport of a run, and by its broadcasts if it has them.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from distcollect.net.messages import (
 )
 from distcollect.net.server import Connection, JoinServer, JoinServerEvents
 from distcollect.net.tls import trainer_tls
-from distcollect.transport.start import RPC, start_server, start_transport
+from distcollect.transport.start import chosen, start_server, start_transport
 from distcollect.transport.worker_service import WeightSource
 from distcollect.weights.broadcast import BroadcastUpdater
-from distcollect.weights.updaters import UpdaterContext
+from distcollect.weights.updaters import RPCUpdater, UpdaterContext, WeightUpdaterBase
 
 TIMEOUT_S = 10.0
 _ROUND_TRIPS = 50
@@ -76,19 +76,19 @@ class Link(NamedTuple):
 
     Attributes:
         round_trip_s: median duration of an empty call, in seconds.
-        fetch_bytes_per_s: rate of tensors to the trainer by RPC.
-        broadcast_bytes_per_s: rate of weights from the trainer.
+        fetch_bytes_per_s: rate of tensors to the trainer.
+        weights_bytes_per_s: rate of weights from the trainer.
         shares_memory: whether each can map the other's memory.
     """
 
     round_trip_s: float
     fetch_bytes_per_s: float
-    broadcast_bytes_per_s: float
+    weights_bytes_per_s: float
     shares_memory: bool
 
 
 class Rank:
-    """Answers the trainer's calls, on threads of torch's RPC."""
+    """Answers the trainer's calls, on threads of the transport."""
 
     service_methods = frozenset({"answer", "fetch", "join", "receive", "connect_to"})
 
@@ -104,11 +104,11 @@ class Rank:
         return [torch.zeros(num_bytes // _PIECES, dtype=torch.uint8) for _ in range(_PIECES)]
 
     def join(self, source: WeightSource) -> None:
-        """Get ready for a broadcast."""
+        """Get ready for weights."""
         source.join(self._keep)
 
     def receive(self, source: WeightSource, num_bytes: int) -> None:
-        """Receive the broadcast."""
+        """Receive them."""
         source.receive(torch.empty(num_bytes, dtype=torch.uint8), self._keep)
 
     def connect_to(self, address: str, port: int) -> None:
@@ -130,9 +130,10 @@ def take_part(find: Callable[[], TrainerAddress], rank: int, timeout_s: float) -
     control, _ = join(find, DoctorHello(), timeout_s, name=f"rank {rank}")
     address, welcome = control.local_address, control.welcome
     assert isinstance(welcome, WorkerWelcome)
+    control.unblock()
     # Nobody accepts what connects there: the kernel completes the connection.
     with listen(address) as listener:
-        server = start_server(RPC, Rank(rank, address), control, address)
+        server = start_server(welcome.transport, Rank(rank, address), control, address)
         try:
             reached = PeerAddress(server.endpoint, sample_for(welcome.trainer_memory))
             port = listener.getsockname()[1]
@@ -158,6 +159,7 @@ class Ranks(JoinServerEvents):
         trainer: where the ranks join.
         reports: maps a rank to what it found; the trainer's is there from the beginning.
         findings: the problems of those that have not joined.
+        broadcasts: whether weights are passed on from rank to rank.
     """
 
     def __init__(self, spec: ListenSpec, num_ranks: int) -> None:
@@ -166,13 +168,16 @@ class Ranks(JoinServerEvents):
         self.findings: list[Finding] = []
         self._num_ranks = num_ranks
         self._connections: dict[Connection, int] = {}
-        self._peers: dict[int, int] = {}  # the id in RPC of each rank
+        self._peers: dict[int, int] = {}  # the transport's id of each rank
         self._ports: dict[int, int] = {}
         self._changed = threading.Condition()
         with contextlib.ExitStack() as undo:
-            self._transport = start_transport(RPC, spec.address, spec.token)
+            self._transport = start_transport(chosen(None), spec.address, spec.token)
             undo.callback(self._transport.close)
-            self._weights = BroadcastUpdater("gloo")
+            self.broadcasts = not self._transport.carries_weights
+            self._weights: WeightUpdaterBase = (
+                BroadcastUpdater("gloo") if self.broadcasts else RPCUpdater()
+            )
             self._weights.attach(UpdaterContext(spec.address, TIMEOUT_S, gpus={}))
             undo.callback(self._weights.close)
             tls = trainer_tls(spec.address)
@@ -206,7 +211,7 @@ class Ranks(JoinServerEvents):
         if not isinstance(connection.hello, DoctorHello):
             return Refused("this is distcollect doctor, which takes no workers")
         peer = self._connections[connection] = identity().new_peer()
-        return WorkerWelcome(peer, sample_of_memory())
+        return WorkerWelcome(peer, sample_of_memory(), self._transport.name)
 
     def refused(self, hello: Hello | None, reason: str) -> None:
         where = f"a rank on {'an unknown host' if hello is None else hello.host}"
@@ -229,7 +234,7 @@ class Ranks(JoinServerEvents):
     def received(self, connection: Connection, message: Message) -> None:
         assert isinstance(message, Examined)
         peer, rank = self._connections[connection], message.report.rank
-        self._transport.connect(peer, message.address)
+        self._transport.connect(peer, message.address, connection)
         with self._changed:
             self._peers[rank], self._ports[rank] = peer, message.port
             self.reports[rank] = message.report
@@ -255,7 +260,7 @@ class Ranks(JoinServerEvents):
         return Link(
             round_trip_s=statistics.median(round_trips),
             fetch_bytes_per_s=_speed(lambda n: self._call(rank, Rank.fetch, n)),
-            broadcast_bytes_per_s=self.broadcast([rank]),
+            weights_bytes_per_s=self.send_weights([rank]),
             shares_memory=self._transport.shares_memory(self._peers[rank]),
         )
 
@@ -263,14 +268,14 @@ class Ranks(JoinServerEvents):
         """Have one rank connect to another."""
         self._call(one, Rank.connect_to, self.reports[other].address, self._ports[other])
 
-    def broadcast(self, ranks: Collection[int]) -> float:
-        """Return the bytes per second of a broadcast to these ranks."""
-        return _speed(lambda n: self._broadcast(ranks, n))
+    def send_weights(self, ranks: Collection[int]) -> float:
+        """Return the bytes per second at which weights go to all of these ranks."""
+        return _speed(lambda n: self._send_weights(ranks, n))
 
     def _call(self, rank: int, method: Callable[..., Any], *args: Any) -> None:
         _wait(self._transport.call(self._peers[rank], method, *args))
 
-    def _broadcast(self, ranks: Collection[int], num_bytes: int) -> None:
+    def _send_weights(self, ranks: Collection[int], num_bytes: int) -> None:
         payload = torch.zeros(num_bytes, dtype=torch.uint8)
         peers = {rank: self._peers[rank] for rank in ranks}
         sources = self._weights.sources(payload, peers)
