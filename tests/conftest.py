@@ -17,6 +17,7 @@ import pytest
 from helpers import launching
 from helpers.marked import Marked
 from helpers.paths import TESTBED, TESTS
+from helpers.transports import WITHOUT_RPC
 
 if TYPE_CHECKING:
     from chaos.hosts import Hosts
@@ -36,7 +37,7 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("short")
 
 # These tests, and the processes that they start, then work as with a torch without RPC.
-if os.environ.get("DISTCOLLECT_TEST_WITHOUT_RPC") == "1":
+if WITHOUT_RPC:
     without_rpc = TESTS / "helpers" / "without_rpc"
     before = os.environ.get("PYTHONPATH", "")
     os.environ["PYTHONPATH"] = f"{without_rpc}{os.pathsep}{before}"

@@ -15,6 +15,7 @@ from distcollect.collectors.base import DataCollectorBase
 from distcollect.collectors.in_process import InProcess
 from distcollect.collectors.options import (
     AsyncOptions,
+    DistributedOptions,
     DistributedSyncOptions,
     MultiAsyncOptions,
     MultiSyncOptions,
@@ -363,8 +364,25 @@ class RPCDataCollector(DataCollectorBase):
         return list(self._backend.evaluations)
 
 
-class DistributedSyncDataCollector(RPCDataCollector):
-    """The same as :class:`RPCDataCollector` with ``sync=True``."""
+class DistributedDataCollector(RPCDataCollector):
+    """The same as :class:`RPCDataCollector` with ``transport="tcp"``.
+
+    TorchRL's collector of this name uses a process group. This one leaves that of the script alone,
+    and opens none: all goes over the connections by which workers join.
+    """
+
+    @takes(DistributedOptions)
+    def __init__(self, options: DistributedOptions) -> None:
+        """Start or find the workers, and have each try its envs and the policy.
+
+        Raises:
+            DistCollectError: the errors of :class:`RPCDataCollector`.
+        """
+        self._open(options)
+
+
+class DistributedSyncDataCollector(DistributedDataCollector):
+    """The same as :class:`DistributedDataCollector` with ``sync=True``."""
 
     @takes(DistributedSyncOptions)
     def __init__(self, options: DistributedSyncOptions) -> None:
@@ -432,8 +450,7 @@ class aSyncDataCollector(RPCDataCollector):  # noqa: N801 - TorchRL's name for i
 
 # TorchRL's other names.
 RPCCollector = RPCDataCollector
-DistributedCollector = RPCDataCollector
-DistributedDataCollector = RPCDataCollector
+DistributedCollector = DistributedDataCollector
 DistributedSyncCollector = DistributedSyncDataCollector
 AsyncCollector = aSyncDataCollector
 MultiSyncCollector = MultiSyncDataCollector
@@ -444,7 +461,7 @@ _BACKENDS = {
     "process": "process",
     "multiprocessing": "process",
     "rpc": "rpc",
-    "distributed": "rpc",
+    "distributed": "distributed",
     "submitit": "rpc",
     "ray": "ray",
 }
@@ -456,8 +473,9 @@ class GenericOptions(SyncOptions):
 
     Attributes:
         backend: where envs are stepped: "direct" in this process, "process" in local worker
-            processes, "rpc" or "distributed" in workers on any hosts, "ray" in workers that a Ray
-            cluster starts; None: "process" if ``num_collectors`` is given, else "direct".
+            processes, "rpc" or "distributed" in workers on any hosts, which differ by their
+            ``transport``, "ray" in workers that a Ray cluster starts; None: "process" if
+            ``num_collectors`` is given, else "direct".
         backend_options: further arguments for the collector that the backend selects.
         num_collectors: number of workers; None: one for each maker in a list, else one.
         sync: with workers, True: a batch is one rollout from each; False: from one of them.
@@ -559,10 +577,11 @@ def _with_workers(backend: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     makers = args[0] if args else given.get("create_env_fn")
     if not isinstance(makers, list | tuple):
         given.setdefault("num_collectors", 1)
-    if backend in ("rpc", "ray"):
-        anywhere = load("collector of ray") if backend == "ray" else RPCDataCollector
-        return anywhere(*args, sync=bool(sync), **given)
-    return MultiCollector(*args, sync=bool(sync), **given)
+    if backend == "process":
+        return MultiCollector(*args, sync=bool(sync), **given)
+    kinds = {"rpc": RPCDataCollector, "distributed": DistributedDataCollector}
+    anywhere = kinds.get(backend) or load("collector of ray")
+    return anywhere(*args, sync=bool(sync), **given)
 
 
 class MultiCollector:

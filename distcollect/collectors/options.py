@@ -418,8 +418,9 @@ class WorkerOptions(CollectorOptions):
             workers, if each batch is followed by one. Once a worker dies, batches differ.
         evaluation: how many of the workers evaluate the policy instead of collecting.
         transport: by what the workers are called: "rpc", torch's RPC, or "tcp", the connections by
-            which they join; None: what DISTCOLLECT_TRANSPORT says, else "tcp" where all workers
-            are local, and "rpc" where they may be on other hosts.
+            which they join; None: what DISTCOLLECT_TRANSPORT says, else "tcp" where all
+            workers are local and for :class:`~distcollect.DistributedDataCollector`, and "rpc" for
+            the others.
     """
 
     create_env_fn: EnvMaker | Sequence[EnvMaker] = field(kw_only=False)
@@ -444,6 +445,7 @@ class WorkerOptions(CollectorOptions):
     has_workers: ClassVar[bool] = True
     # Whether the workers are on this host, whatever the launch provides.
     is_local: ClassVar[bool] = True
+    default_transport: ClassVar[str] = start.TCP  # for local workers, nothing listens then
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -549,8 +551,7 @@ class WorkerOptions(CollectorOptions):
         Raises:
             ArgumentError: there is no such transport, or it can't be used here.
         """
-        # For local workers, nothing listens then.
-        return start.chosen(self.transport, start.TCP if self.is_local else start.RPC)
+        return start.chosen(self.transport, self.default_transport)
 
     @property
     def masked_bound(self) -> Staleness | None:
@@ -675,6 +676,7 @@ class RPCOptions(WorkerOptions):
 
     squeeze: ClassVar[bool] = False
     is_local: ClassVar[bool] = False
+    default_transport: ClassVar[str] = start.RPC
 
     @cached_property
     def placer(self) -> Any:
@@ -693,7 +695,14 @@ class RPCOptions(WorkerOptions):
 
 
 @dataclass(frozen=True, eq=False)
-class DistributedSyncOptions(RPCOptions):
+class DistributedOptions(RPCOptions):
+    """Arguments of :class:`~distcollect.DistributedDataCollector`."""
+
+    default_transport: ClassVar[str] = start.TCP
+
+
+@dataclass(frozen=True, eq=False)
+class DistributedSyncOptions(DistributedOptions):
     """Arguments of :class:`~distcollect.DistributedSyncDataCollector`.
 
     Attributes:

@@ -10,8 +10,9 @@ import time
 from typing import Any
 
 from helpers.loopback_transport import answer_of
+from helpers.rpc_world import Rpc
 from helpers.scripts.transport_peer import rollout
-from helpers.transport_contract import SOON_S, Rpc, Tcp, Tls
+from helpers.transport_contract import SOON_S, Tcp, Tls
 
 from benchmarks.items import Values
 from distcollect.transport import rpc_agents

@@ -241,7 +241,12 @@ ARGUMENTS: list[Row] = [
     ),
     (lambda: rpc(transport="udp"), ARGUMENT, "transport='udp'", "'rpc' or 'tcp'"),
     (lambda: rpc(security="ssl"), ARGUMENT, "security='ssl'", "'tls' or 'token'"),
-    (lambda: rpc(security="tls", transport="rpc"), ARGUMENT, "security='tls'", "transport='tcp'"),
+    (
+        lambda: rpc(security="tls", transport="rpc"),
+        ARGUMENT,
+        "security='tls'|this torch lacks",
+        "'tcp'",
+    ),
     (lambda: rpc(listen="here"), ARGUMENT, "listen='here'", "HOST:PORT"),
     (lambda: dc.Staleness(-1), ARGUMENT, "max_policy_lag=-1", "0 or more"),
     (dc.Staleness, ARGUMENT, "max_policy_lag=None", "max_policy_age, or both"),

@@ -10,6 +10,7 @@ import sys
 from helpers.paths import SCRIPTS
 
 SCRIPT = SCRIPTS / "collect_launched.py"
+BESIDE_A_GROUP = SCRIPTS / "collect_beside_a_group.py"
 TRAINERS = SCRIPTS / "train_together.py"
 MENDED = SCRIPTS / "lose_a_worker.py"
 PUSHED = SCRIPTS / "push_to_hosts.py"
@@ -84,5 +85,5 @@ def slurm_variables(rank, num_hosts, per_host):
     }
 
 
-def torchrun(*options):
-    return [sys.executable, "-m", "torch.distributed.run", *options, SCRIPT]
+def torchrun(*options, script=SCRIPT):
+    return [sys.executable, "-m", "torch.distributed.run", *options, script]

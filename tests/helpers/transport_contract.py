@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import struct
@@ -25,9 +24,7 @@ from distcollect.common.peer_ids import identity
 from distcollect.net.messages import PeerAddress
 from distcollect.net.server import JoinServer
 from distcollect.net.tls import trainer_tls
-from distcollect.transport import rpc_agents
 from distcollect.transport.protocol import CollectRequest, Offer
-from distcollect.transport.rpc import RpcTransport
 from distcollect.transport.tcp import TcpTransport
 
 SOON_S = 60
@@ -39,6 +36,10 @@ class World:
 
     transport: Any
     peer: int
+
+    @staticmethod
+    def send_by_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+        """Let the peers that are added from now on send by sockets alone."""
 
     def call(self, method: Callable[..., Any], *args: Any) -> Any:
         """Call the peer and wait for the answer."""
@@ -100,24 +101,6 @@ class Processes(World):
             process.communicate()
 
 
-class Rpc(Processes):
-    def __init__(self) -> None:
-        self.transport = RpcTransport("127.0.0.1")
-        super().__init__()
-
-    def add_peer(self) -> int:
-        peer = identity().new_peer()  # ids are never used twice in one process
-        stdout = self.start(json.dumps(rpc_agents.CHANNELS)).stdout
-        assert stdout is not None
-        self.transport.connect(peer, PeerAddress(stdout.readline().strip()))
-        return peer
-
-    def sent_bytes(self) -> int:
-        """The bytes that the peer has written to its sockets (with the channel "basic" alone)."""
-        counters = Path(f"/proc/{self.processes[0].pid}/io").read_text().splitlines()
-        return int(dict(line.split(": ") for line in counters)["wchar"])
-
-
 class Tcp(Processes):
     security = "token"
 
@@ -151,6 +134,10 @@ class Tls(Tcp):
     security = "tls"
 
 
+def num_threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
 def check(tensors: list[torch.Tensor], num_steps: int) -> None:
     expected = rollout(num_steps)
     assert [t.dtype for t in tensors] == [t.dtype for t in expected]
@@ -167,7 +154,7 @@ class TransportContract:
     Starting a peer takes two seconds over RPC, so each test checks several things.
     """
 
-    make: Callable[[], Any]
+    make: Any
 
     @pytest.fixture
     def world(self) -> Iterator[Any]:
@@ -209,7 +196,7 @@ class TransportContract:
 
     def test_a_declined_rollout_moves_no_bytes(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Over RPC the peer sends only through its sockets here; the kernel counts the bytes."""
-        monkeypatch.setattr(rpc_agents, "CHANNELS", ["basic"])
+        type(self).make.send_by_sockets(monkeypatch)
         world = type(self).make()
         try:
             size = sum(tensor.nbytes for tensor in rollout(LARGE))

@@ -11,9 +11,9 @@ import sys
 
 import pytest
 from helpers.paths import SCRIPTS
+from helpers.transports import TRANSPORTS
 
 SCRIPT = SCRIPTS / "hand_over.py"
-TRANSPORTS = ["tcp"] if os.environ.get("DISTCOLLECT_TEST_WITHOUT_RPC") == "1" else ["rpc", "tcp"]
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -11,6 +11,7 @@ import sys
 import pytest
 import submitit
 from helpers.launching import (
+    BESIDE_A_GROUP,
     SCRIPT,
     TRAINERS,
     finish,
@@ -19,6 +20,7 @@ from helpers.launching import (
     start,
     torchrun,
 )
+from helpers.paths import TESTS
 
 pytestmark = pytest.mark.usefixtures("marked")  # whose end kills what a failed test leaves
 needs_ss = pytest.mark.skipif(not shutil.which("ss"), reason="needs ss, of iproute2")
@@ -108,3 +110,16 @@ def check_trainers(output, num_workers):
 def test_two_trainers_by_slurm_variables():
     ranks = [start([sys.executable, TRAINERS], **slurm_variables(rank, 1, 4)) for rank in range(4)]
     check_trainers(finish(ranks)[0], [1, 1])
+
+
+def test_a_process_group_and_what_is_beside_it():
+    """TorchRL's collector of that name: one connection for each worker, and nobody listens more."""
+    command = torchrun("--standalone", "--nproc-per-node=3", script=BESIDE_A_GROUP)
+    path = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
+    [output] = finish([start(command, PYTHONPATH=path)])
+    [line] = [line for line in output.splitlines() if line.startswith("{")]
+    assert json.loads(line) == {
+        "ports": [],
+        "ports of workers": [[], []],
+        "connections of workers": [1, 1],
+    }

@@ -27,8 +27,7 @@ def make(**settings: Any) -> dc.SyncDataCollector:
         ("MultiSyncCollector", "MultiSyncDataCollector"),
         ("MultiAsyncCollector", "MultiaSyncDataCollector"),
         ("RPCCollector", "RPCDataCollector"),
-        ("DistributedCollector", "RPCDataCollector"),
-        ("DistributedDataCollector", "RPCDataCollector"),
+        ("DistributedCollector", "DistributedDataCollector"),
         ("DistributedSyncCollector", "DistributedSyncDataCollector"),
     ],
 )
@@ -57,7 +56,7 @@ class TestCollector:
             ({"backend": "rpc", "sync": True}, "RPCDataCollector", {"sync": True}),
             (
                 {"backend": "distributed", "backend_options": {"launcher": "mp"}},
-                "RPCDataCollector",
+                "DistributedDataCollector",
                 {"sync": False, "launcher": "mp"},
             ),
             ({"backend": "submitit"}, "RPCDataCollector", {"sync": False, "launcher": "submitit"}),

@@ -30,6 +30,7 @@ TESTS = (
     "tests/processes/test_launch.py",
     "tests/processes/test_lazy_compiler.py",
     "tests/processes/test_recovery.py",
+    "tests/processes/test_rpc_transport.py",
     "tests/processes/test_transports.py",
     "tests/processes/test_weights.py",
     "tests/examples/test_docs.py::test_its_code_runs[README.md]",

@@ -11,7 +11,7 @@ import socket
 import statistics
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ from distcollect.net.tls import trainer_tls
 from distcollect.transport.start import chosen, start_server, start_transport
 from distcollect.transport.worker_service import WeightSource
 from distcollect.weights.broadcast import BroadcastUpdater
-from distcollect.weights.updaters import RPCUpdater, UpdaterContext, WeightUpdaterBase
+from distcollect.weights.updaters import InlineSource, UpdaterContext, WeightUpdaterBase
 
 TIMEOUT_S = 10.0
 _ROUND_TRIPS = 50
@@ -116,6 +116,15 @@ class Rank:
         socket.create_connection((address, port), TIMEOUT_S / 2).close()
 
 
+class _ByCalls(WeightUpdaterBase):
+    """Sends the weights to each rank in a call of its own."""
+
+    def sources(
+        self, payload: torch.Tensor, peers: Mapping[int, int]
+    ) -> Mapping[int, WeightSource]:
+        return dict.fromkeys(peers, InlineSource(payload))
+
+
 def take_part(find: Callable[[], TrainerAddress], rank: int, timeout_s: float) -> None:
     """Join the doctor as a rank, and answer the trainer until it has finished.
 
@@ -176,7 +185,7 @@ class Ranks(JoinServerEvents):
             undo.callback(self._transport.close)
             self.broadcasts = not self._transport.carries_weights
             self._weights: WeightUpdaterBase = (
-                BroadcastUpdater("gloo") if self.broadcasts else RPCUpdater()
+                BroadcastUpdater("gloo") if self.broadcasts else _ByCalls()
             )
             self._weights.attach(UpdaterContext(spec.address, TIMEOUT_S, gpus={}))
             undo.callback(self._weights.close)

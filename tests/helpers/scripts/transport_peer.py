@@ -16,9 +16,7 @@ from distcollect.net.client import ControlConnection
 from distcollect.net.messages import WorkerHello
 from distcollect.rollout.header import Header
 from distcollect.rollout.layout import Tensors
-from distcollect.transport import rpc_agents
 from distcollect.transport.protocol import CollectRequest, methods_of
-from distcollect.transport.rpc_server import RpcServer
 from distcollect.transport.tcp_server import TcpServer
 from distcollect.worker.other_trainers import OtherTrainers
 
@@ -127,8 +125,10 @@ class Service:
 
 def serve_rpc(channels: str) -> None:
     """Serve until standard input ends."""
+    from distcollect.transport import rpc_agents, rpc_server  # noqa: PLC0415 - torch may lack it
+
     rpc_agents.CHANNELS = json.loads(channels)
-    print(RpcServer(Service(), "127.0.0.1").endpoint, flush=True)
+    print(rpc_server.RpcServer(Service(), "127.0.0.1").endpoint, flush=True)
     sys.stdin.read()
 
 
