@@ -6,14 +6,13 @@ is being fetched; rollouts are delivered first come, first served, unless stalen
 
 Workers come and go. What was requested from a worker that is gone is requested from another.
 
-:class:`~.pool_core.PoolCore` decides all of it: each event is one call of it, and it commands.
-:class:`Pool` and its :class:`~.event_loop.EventLoop` are the shell around it: the loop has the only
-lock, hands one event at a time to the core, and executes what it commands. These are the
-parts; each knows only those below it, and all from PoolCore on are pure::
+:class:`~.pool_core.PoolCore` decides all of it: each event is one call of it, and what it asks of
+a worker is answered by another event. These are the parts; each knows only those below it, and all
+from PoolCore on are pure::
 
     Pool            what the collector, the supervision and the sender of weights call
-      EventLoop     the lock, the queue of events, and the PoolCommands
-    PoolCore        what the user waits for, and what may be fetched
+      EventLoop     the lock and the queue of events
+    PoolCore        what the user waits for, what may be fetched, and what workers are asked
       Scheduler     which worker is asked next, and which rollout is delivered next
       Requests      where each rollout is that was requested, with the Ledger
       WorkerSlots   the workers
@@ -22,7 +21,6 @@ parts; each knows only those below it, and all from PoolCore on are pure::
 from __future__ import annotations
 
 import copy
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -32,6 +30,7 @@ from typing import Any, Concatenate, ParamSpec
 import torch
 
 from distcollect.common import signals
+from distcollect.common.clock import clock_ns
 from distcollect.common.seeding import process_seeds
 from distcollect.common.signals import Wakeup
 from distcollect.config import Staleness
@@ -44,11 +43,16 @@ from distcollect.errors import (
     WorkerLost,
 )
 from distcollect.pool.event_loop import EventLoop
-from distcollect.pool.pool_commands import Wanted
 from distcollect.pool.pool_core import PoolCore
 from distcollect.pool.requests import origin
 from distcollect.pool.setup_calls import SetupArguments, SetupCall
-from distcollect.pool.worker_slots import BatchPlan, RolloutRequest, RolloutState, WorkerSlot
+from distcollect.pool.worker_slots import (
+    BatchPlan,
+    RolloutRequest,
+    RolloutState,
+    Wanted,
+    WorkerSlot,
+)
 from distcollect.results import LedgerReport, WorkerThroughput
 from distcollect.rollout.header import Rollout
 from distcollect.roster.interfaces import FailureSink, MembershipObserver
@@ -118,16 +122,18 @@ class Pool(MembershipObserver):
         self._stats_recorder = stats_recorder or StatsRecorder()
         self._wait = wait
         self._waiting: list[Wakeup] = []  # of the user's threads
-        self._loop = EventLoop(
+        self._loop = EventLoop(self.fail)
+        self._core = PoolCore(
+            plan,
+            staleness,
             transport,
             failure_sink,
             self._stats_recorder,
+            acknowledged=sender.acknowledged,
+            post=self._loop.post,
+            clock=clock_ns,
             deliver=self._deliver,
             wake_user=self._wake_user,
-            fail=self.fail,
-        )
-        self._core = self._loop.core = PoolCore(
-            plan, staleness, self._loop, lambda: secrets.token_hex(8), sender.acknowledged
         )
         self._lock = self._loop.lock
         self._delivery: Delivery | None = None  # for the user's thread
@@ -552,7 +558,7 @@ class Pool(MembershipObserver):
             self._check()
             slot = self._core.slots.get(worker_id)
         if slot is not None:
-            return self._loop.call(slot, method, *args, **kwargs)
+            return self._core.call(slot, method, *args, **kwargs)
         answer: Future[Any] = Future()
         answer.set_exception(WorkerLost(f"worker {worker_id} is being replaced"))
         return answer

@@ -1,7 +1,8 @@
-"""The decisions of the pool: each event leads to commands.
+"""The decisions of the pool, and what it asks of workers.
 
 Pure: no clock, no thread, no socket. :class:`~.pool.Pool` calls one method of :class:`PoolCore` for
-each event, which calls :class:`.PoolCommands`. Answers of workers come back as further events.
+each event. What that asks of a worker only sets something going: the answer, even if it comes at
+once, is an event after the one that is handled now.
 
 An event changes what is known of a worker (:mod:`.worker_slots`) or of a rollout
 (:mod:`.requests`). Then one function, :meth:`PoolCore._decide`, looks at the whole state.
@@ -9,13 +10,16 @@ An event changes what is known of a worker (:mod:`.worker_slots`) or of a rollou
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from functools import partial
 from math import ceil
 from typing import Any
 
 from distcollect.config import Staleness
+from distcollect.errors import EnvError
 from distcollect.pool.first_failures import FirstFailures
-from distcollect.pool.pool_commands import PoolCommands, Wanted
 from distcollect.pool.requests import Requests
 from distcollect.pool.schedulers import (
     InTurnScheduler,
@@ -30,12 +34,15 @@ from distcollect.pool.worker_slots import (
     RolloutRequest,
     RolloutState,
     SlotState,
+    Wanted,
     WorkerSlot,
     WorkerSlots,
 )
 from distcollect.rollout.layout import Tensors
-from distcollect.telemetry.recorder import Activity
-from distcollect.transport.protocol import Offer
+from distcollect.roster.interfaces import FailureSink
+from distcollect.telemetry.recorder import Activity, StatsRecorder
+from distcollect.transport.protocol import Offer, Transport
+from distcollect.transport.worker_service import WorkerService
 
 # Rollouts that are fetched before the user asks for them: one is on its way while the user works
 # on another. More would only make them older.
@@ -57,20 +64,38 @@ class PoolCore:
         self,
         plan: BatchPlan,
         staleness: Staleness | None,
-        commands: PoolCommands,
-        make_key: Callable[[], str],
+        transport: Transport,
+        failure_sink: FailureSink,
+        stats_recorder: StatsRecorder,
+        *,
         acknowledged: Callable[[int], int],
+        post: Callable[..., None],
+        clock: Callable[[], int],
+        deliver: Callable[[Wanted, Sequence[RolloutRequest]], None],
+        wake_user: Callable[[], None],
     ) -> None:
         """Start without workers.
 
         Args:
             plan: what is to be collected.
             staleness: which frames are too old, and what becomes of them.
-            commands: executes what is decided.
-            make_key: makes keys for rollouts that other trainers may take; no two are the same.
+            transport: reaches the workers.
+            failure_sink: is told of workers that failed, or that owe nothing more and may leave.
+            stats_recorder: what to count in.
             acknowledged: gives the newest version of the weights that a worker has.
+            post: has an event handled after this one: a function and its arguments.
+            clock: gives nanoseconds.
+            deliver: gives the user what it waits for: these requests, in the order of their
+                arrival.
+            wake_user: wakes the user's threads: what they wait for may have come.
         """
-        self._commands = commands
+        self._transport = transport
+        self._failure_sink = failure_sink
+        self._stats_recorder = stats_recorder
+        self._post = post
+        self._clock = clock
+        self._deliver = deliver
+        self._wake_user = wake_user
         self.closed = False
         self.versions = SentVersions(acknowledged)
         self.slots = WorkerSlots(plan.reserved)
@@ -79,12 +104,11 @@ class PoolCore:
         self._pacer: Pacer | None = None
         if staleness is not None and staleness.mode == "pace" and not (plan.sync or plan.in_turn):
             self._pacer = Pacer(staleness, self.versions)
-        self.requests = Requests(plan, self.slots, self.versions, commands, pacer=self._pacer)
+        self.requests = Requests(plan, self.slots, self.versions, pacer=self._pacer)
         self._scheduler = self._make_scheduler(plan)
         self.slots.may_ask = self._scheduler.may_ask
         self._plan = plan
-        self._make_key = make_key
-        self._setup_calls = SetupCalls(self.slots, commands)
+        self._setup_calls = SetupCalls(self.slots, self._set_up)
         self._resumed_frames = 0
         self._is_closing = False
         self._checked = 0  # the publications when rollouts were last checked for staleness
@@ -116,7 +140,7 @@ class PoolCore:
         slot = self.slots.add(worker_id, incarnation, peer)
         self.requests.stale_frames.setdefault(worker_id, 0)
         self._setup_calls.joined(slot)
-        self._commands.wake_user()
+        self._wake_user()
         self._decide()
 
     def worker_leaving(self, worker_id: int, incarnation: int) -> None:
@@ -125,7 +149,7 @@ class PoolCore:
         if slot is not None and slot.is_staying:
             self.slots.become(slot, SlotState.LEAVING)
             self._setup_calls.gone(slot)
-            self._commands.wake_user()
+            self._wake_user()
             self._decide()
 
     def worker_lost(self, worker_id: int, incarnation: int, *, replaced: bool) -> None:
@@ -134,7 +158,7 @@ class PoolCore:
         if slot is not None:
             self._setup_calls.gone(slot)
             self.requests.vacate(slot)
-        self._commands.wake_user()
+        self._wake_user()
         # Also if it is only certain now that there is no replacement: its share waited for that.
         self._decide()
 
@@ -181,54 +205,122 @@ class PoolCore:
             Exception: what ``arguments`` raises; then nothing has changed.
         """
         call = self._setup_calls.begin(method, arguments)
-        self.requests.preempt_all()
+        self._preempt()
         self.requests.give_up_all()
         return call
 
-    def set_up(self, slot: WorkerSlot, error: BaseException | None = None) -> None:
+    def _set_up(self, slot: WorkerSlot, method: Callable[..., Any], args: Sequence[Any]) -> None:
+        self._when_answered(self.call(slot, method, *args), self._was_set_up, slot)
+
+    def _was_set_up(self, slot: WorkerSlot, _: Any, error: BaseException | None) -> None:
         """A worker has answered a setup call; if by an error, it may be half set up."""
         self._setup_calls.answered(slot, error)
-        self._commands.wake_user()
+        self._wake_user()
         if error is not None:
             self.failed(slot, error)
         else:
             self._decide()
 
-    # Events: answers about rollouts.
+    # What workers are asked, and the events of their answers.
 
-    def offered(self, request: RolloutRequest, offer: Offer, now: int) -> None:
-        """A rollout lies on its worker since ``now``, in nanoseconds."""
+    def call(
+        self, slot: WorkerSlot, method: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Future[Any]:
+        """Call a method of a worker's service."""
+        return self._transport.call(slot.peer, method, *args, **kwargs)
+
+    def _when_answered(
+        self, answer: Future[Any], event: Callable[[Any, Any, BaseException | None], None], of: Any
+    ) -> None:
+        """Call ``event`` with ``of``, and with the answer or the error, when it is there."""
+        # Nothing here refers to ``answer``: only the garbage collector could free that cycle.
+        answer.add_done_callback(partial(self._post, self._answered, event, of))
+
+    def _answered(
+        self,
+        event: Callable[[Any, Any, BaseException | None], None],
+        of: Any,
+        answer: Future[Any],
+    ) -> None:
+        if not self.closed:
+            error = answer.exception()
+            event(of, None if error is not None else answer.result(), error)
+
+    def _collect(self, request: RolloutRequest) -> None:
+        request.asked_at = self._clock()
+        deliver = partial(self._post, self._collected, request)
+        self._transport.collect(request.slot.peer, request.wire_request, deliver)
+
+    def _collected(
+        self, request: RolloutRequest, offer: Offer, error: BaseException | None
+    ) -> None:
+        """A rollout lies on its worker."""
+        if self.closed:
+            return
+        if error is not None:
+            self.failed(request.slot, error)
+            return
+        if not request.slot.is_gone:
+            self._stats_recorder.collected(offer.header, request.asked_at)
         self._first_failures.collected(request.worker_id)
-        self.requests.offered(request, offer, now)
+        self.requests.offered(request, offer, self._clock())
         self._give_up_if_stale(request)
         self._setup_calls.go_on(request.slot)  # it may have waited for the end of the rollout
         self._decide()
 
-    def fetched(self, request: RolloutRequest, tensors: Tensors) -> None:
-        """A rollout is here."""
+    def _preempt(self) -> None:
+        for request in self.requests.preempt_all():
+            self.call(request.slot, WorkerService.preempt, request.number)
+
+    def _move_here(self, request: RolloutRequest) -> None:
+        request.asked_at = self._clock()
+        self.requests.fetch(request).fetch(partial(self._post, self._fetched, request))
+
+    def _fetched(
+        self, request: RolloutRequest, tensors: Tensors, error: BaseException | None
+    ) -> None:
+        """A rollout is here, or can't be fetched."""
+        if self.closed:
+            return
+        if error is not None:
+            self.requests.not_fetched(request)
+            self.failed(request.slot, error)
+            return
+        header, took_ns = request.known_header, self._clock() - request.asked_at
+        self._stats_recorder.fetched(header.worker_id, header.num_bytes, took_ns)
         self.requests.fetched(request, tensors)
         self._give_up_if_stale(request)
         self._decide()
 
-    def not_fetched(self, request: RolloutRequest, error: BaseException) -> None:
-        """A rollout can't be fetched."""
-        self.requests.not_fetched(request)
-        self.failed(request.slot, error)
+    def _keep(self, request: RolloutRequest) -> None:
+        self.requests.keep(request, secrets.token_hex(8))
+        peer, key = request.slot.peer, request.key
+        answer = self._transport.hand_over(peer, request.number, key, self._keep_s)
+        self._when_answered(answer, self._kept, request)
 
-    def kept(self, request: RolloutRequest, held: Any) -> None:
+    def _kept(self, request: RolloutRequest, held: Any, error: BaseException | None) -> None:
         """A worker keeps a rollout for another trainer, which fetches it by ``held``."""
+        if error is not None:
+            self._kept_no_longer(request, False, error)
+            return
+        outcome = self.call(request.slot, WorkerService.handover_outcome, request.key)
+        self._when_answered(outcome, self._kept_no_longer, request)
         request.held, request.is_held = held, True
         self._decide()
 
-    def kept_no_longer(self, request: RolloutRequest, *, is_taken: bool) -> None:
+    def _kept_no_longer(
+        self, request: RolloutRequest, is_taken: bool, error: BaseException | None
+    ) -> None:
         """Another trainer has taken a rollout, or no trainer will."""
-        self.requests.keep_no_longer(request, None if is_taken else self._untaken)
-        self._decide()
+        if error is not None:
+            self.requests.keep_no_longer(request, "worker_lost")
+            self.failed(request.slot, error)
+        else:
+            self.requests.keep_no_longer(request, None if is_taken else self._untaken)
+            self._decide()
 
-    def not_kept(self, request: RolloutRequest, error: BaseException) -> None:
-        """A worker can't keep a rollout any more."""
-        self.requests.keep_no_longer(request, "worker_lost")
-        self.failed(request.slot, error)
+    def _take_back(self, request: RolloutRequest) -> None:
+        self.call(request.slot, WorkerService.cancel_handover, request.key)
 
     def failed(self, slot: WorkerSlot, error: BaseException) -> None:
         """A worker failed at what it was asked for.
@@ -241,7 +333,11 @@ class PoolCore:
             self.slots.refresh(slot)
             collecting = set(self.slots.worker_ids) - self._plan.reserved
             is_final = self._first_failures.is_final(slot, error, collecting)
-            self._commands.report_failure(slot, error, is_final=is_final)
+            if isinstance(error, EnvError) and error.num_env_faults:
+                key = slot.worker_id, slot.incarnation
+                self.requests.ledger.env_failed(*key, error.num_env_faults)
+                self._stats_recorder.env_failed(error.env_faults)
+            self._failure_sink.report(slot.worker_id, slot.incarnation, error, is_final=is_final)
         self._decide()
 
     # Events: what the user wants.
@@ -288,7 +384,7 @@ class PoolCore:
             # Nobody gets the reference to it, so that another one is to be collected.
             self.requests.ask_again()
             if request.state is RolloutState.KEPT:
-                self._commands.take_back(request)
+                self._take_back(request)
         if cause is not None:
             self._decide()
 
@@ -296,7 +392,7 @@ class PoolCore:
         """Have the workers that collect for this batch, now or later, deliver what they have."""
         if not self._ends_early:
             self._ends_early = True
-            self.requests.preempt_all()
+            self._preempt()
 
     # Events: the end.
 
@@ -305,14 +401,14 @@ class PoolCore:
         self._is_closing = True
         self._untaken = "shut_down"
         for request in self.requests.among[RolloutState.KEPT]:
-            self._commands.take_back(request)
+            self._take_back(request)
 
     def close(self) -> None:
         """Nothing more is requested or delivered."""
         if not self.closed:
             self.closed = True
             self.requests.close()
-            self._commands.wake_user()
+            self._wake_user()
 
     # Decisions.
 
@@ -334,12 +430,12 @@ class PoolCore:
         if self.slots.leaving:
             self._let_go()
         if self._is_closing and not self.requests.among[RolloutState.KEPT]:
-            self._commands.wake_user()
+            self._wake_user()
         if wanted is not None and delivered:
-            self._commands.deliver(wanted, delivered)  # at last: the user runs at once
+            self._deliver(wanted, delivered)  # at last: the user runs at once
         elif self.wanted is not None and (activity := self._waits_for()) != self._activity:
             self._activity = activity
-            self._commands.note_activity(activity)
+            self._stats_recorder.switch_to(activity)
 
     def _give_up_stale(self, bound: Staleness) -> None:
         # Frames get older only when versions are sent.
@@ -356,16 +452,16 @@ class PoolCore:
         requests = self.requests
         ready = requests.among[RolloutState.READY]
         while ready and requests.num_fetched < self._prefetch:
-            requests.fetch(next(iter(ready)))
+            self._move_here(next(iter(ready)))
         if self.slots.leaving and self._prefetch:
             for request in [request for request in ready if request.slot in self.slots.leaving]:
-                requests.fetch(request)
+                self._move_here(request)
 
     def _let_go(self) -> None:
         """Say which of the workers that are to leave owe nothing any more."""
         for slot in [slot for slot in self.slots.leaving if not slot.owes_rollouts]:
             self.slots.leaving.remove(slot)
-            self._commands.report_drained(slot)
+            self._failure_sink.drained(slot.worker_id, slot.incarnation)
 
     def _end_early_if_enough(self) -> None:
         share = self._plan.preemptive_threshold
@@ -378,9 +474,9 @@ class PoolCore:
         """Request rollouts from all workers that may be asked for one."""
         slots = self._scheduler.next_workers(is_awaited=self.wanted is not None)
         for request in [self.requests.request(slot) for slot in slots]:
-            self._commands.collect(request)
+            self._collect(request)
         if self._ends_early:
-            self.requests.preempt_all()
+            self._preempt()
 
     def _delivered(self, wanted: Wanted) -> list[RolloutRequest]:
         """The rollouts that the user waits for, which are the user's now; empty: not there yet."""
@@ -395,7 +491,7 @@ class PoolCore:
                 delivered = [chosen]
         elif (chosen := self._scheduler.next_rollout()) is not None:
             if chosen.state is RolloutState.READY:
-                requests.fetch(chosen)
+                self._move_here(chosen)
             elif chosen.state is RolloutState.HERE:
                 delivered = [chosen]
         for request in delivered:
@@ -411,7 +507,7 @@ class PoolCore:
         if self._chosen is None or self._chosen.state is not RolloutState.KEPT:
             self._chosen = self._scheduler.first_of(requests.among[RolloutState.READY])
             if self._chosen is not None:
-                requests.keep(self._chosen, self._make_key(), self._keep_s)
+                self._keep(self._chosen)
         if self._chosen is not None:
             return self._chosen if self._chosen.is_held else None
         here = requests.among[RolloutState.HERE]

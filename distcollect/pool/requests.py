@@ -19,7 +19,6 @@ from math import ceil
 
 from distcollect.config import Staleness
 from distcollect.pool.ledger import Ledger
-from distcollect.pool.pool_commands import PoolCommands
 from distcollect.pool.staleness import Pacer, SentVersions
 from distcollect.pool.worker_slots import (
     WAITING,
@@ -56,7 +55,6 @@ class Requests:
         plan: BatchPlan,
         slots: WorkerSlots,
         versions: SentVersions,
-        commands: PoolCommands,
         *,
         pacer: Pacer | None = None,
     ) -> None:
@@ -66,7 +64,6 @@ class Requests:
             plan: what a rollout is.
             slots: the workers.
             versions: which weights were sent to which worker.
-            commands: executes what is to be done.
             pacer: knows the rollouts that are out, if it decides how many may be.
         """
         self.stale_frames: dict[int, int] = {}
@@ -75,7 +72,6 @@ class Requests:
         self._plan = plan
         self._slots = slots
         self._versions = versions
-        self._commands = commands
         self._pacer = pacer
         # Not plain dicts: finding the first key of one takes time when many were removed.
         self.among: dict[RolloutState, OrderedDict[RolloutRequest, None]] = {
@@ -159,11 +155,12 @@ class Requests:
             self._pacer.ask(request)
         return request
 
-    def preempt_all(self) -> None:
-        """End the rollouts that are still collected."""
-        for request in list(self.among[_R.COLLECTING]):
+    def preempt_all(self) -> list[RolloutRequest]:
+        """End the rollouts that are still collected; returns these."""
+        ended = list(self.among[_R.COLLECTING])
+        for request in ended:
             self._become(request, _R.PREEMPTED)
-            self._commands.preempt(request)
+        return ended
 
     def offered(self, request: RolloutRequest, offer: Offer, now: int) -> None:
         """It lies on its worker since ``now``, in nanoseconds."""
@@ -201,12 +198,12 @@ class Requests:
             num_preempted + (request.state is _R.PREEMPTED),
         )
 
-    def fetch(self, request: RolloutRequest) -> None:
-        """It is moved here."""
-        assert request.offer is not None
+    def fetch(self, request: RolloutRequest) -> Offer:
+        """It is moved here, by the offer that is returned."""
+        offer, request.offer = request.offer, None
+        assert offer is not None
         self._become(request, _R.FETCHING)
-        self._commands.fetch(request, request.offer)
-        request.offer = None
+        return offer
 
     def fetched(self, request: RolloutRequest, tensors: Tensors) -> None:
         """It is here."""
@@ -223,13 +220,12 @@ class Requests:
         elif request.state is _R.FETCHING and request.slot.is_gone:
             self.give_up(request, "worker_lost")
 
-    def keep(self, request: RolloutRequest, key: str, keep_s: float) -> None:
+    def keep(self, request: RolloutRequest, key: str) -> None:
         """Its worker is to keep it for whichever trainer shows this key."""
         assert request.offer is not None
         request.offer.decline()
         request.key, request.offer = key, None
         self._become(request, _R.KEPT)
-        self._commands.keep(request, keep_s)
 
     # The end of a request.
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from distcollect.errors import WorkerLost
-from distcollect.pool.pool_commands import PoolCommands
 from distcollect.pool.worker_slots import SlotState, WorkerSlot, WorkerSlots
 
 # From a worker's process to the arguments of a setup call for it.
@@ -41,15 +40,19 @@ class SetupCall:
 class SetupCalls:
     """The setup calls of a pool."""
 
-    def __init__(self, slots: WorkerSlots, commands: PoolCommands) -> None:
+    def __init__(
+        self,
+        slots: WorkerSlots,
+        send: Callable[[WorkerSlot, Callable[..., Any], Sequence[Any]], None],
+    ) -> None:
         """Start without any.
 
         Args:
             slots: the workers.
-            commands: executes the calls.
+            send: calls a method of a worker's service; :meth:`answered` follows.
         """
         self._slots = slots
-        self._commands = commands
+        self._send = send
         self._newest: dict[Callable[..., Any], SetupCall] = {}
 
     def begin(self, method: Callable[..., Any], arguments: SetupArguments) -> SetupCall:
@@ -85,7 +88,7 @@ class SetupCalls:
             return
         method = next(iter(slot.setup_calls))
         slot.setup_call, values = slot.setup_calls.pop(method)
-        self._commands.set_up(slot, method, values)
+        self._send(slot, method, values)
 
     def answered(self, slot: WorkerSlot, error: BaseException | None = None) -> None:
         """A worker has answered its call, or failed at it."""

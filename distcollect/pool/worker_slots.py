@@ -64,6 +64,20 @@ class BatchPlan:
         return self.num_envs * self.num_steps
 
 
+class Wanted(Enum):
+    """Says what the user's thread waits for.
+
+    Attributes:
+        ALL: a sync batch.
+        NEXT: the next rollout.
+        REFERENCE: the next rollout, for another trainer to take.
+    """
+
+    ALL = "all"
+    NEXT = "next"
+    REFERENCE = "reference"
+
+
 class SlotState(Enum):
     """Says what a worker's process may be asked for.
 

@@ -1,39 +1,50 @@
-"""The pool's decisions by themselves: a test says which event comes, and sees the commands."""
+"""The pool's decisions by themselves: a test says which event comes, and sees what is asked."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any, cast
 
 from distcollect.config import Staleness
-from distcollect.pool.pool_commands import PoolCommands, Wanted
+from distcollect.pool.event_loop import EventLoop
 from distcollect.pool.pool_core import PoolCore
-from distcollect.pool.worker_slots import BatchPlan, RolloutRequest, WorkerSlot
+from distcollect.pool.worker_slots import BatchPlan, RolloutRequest, Wanted
 from distcollect.rollout.header import Header
-from distcollect.transport.protocol import Offer
+from distcollect.telemetry.recorder import StatsRecorder
+from distcollect.transport.protocol import Deliver, Transport
+from distcollect.transport.worker_service import WorkerService
 
 FRAMES = 4
 SYNC = BatchPlan(sync=True, num_rollouts=2, num_envs=1, num_steps=FRAMES)
 
 
-class ReadyRollout:
-    """A rollout that is ready on its worker."""
+class Asked:
+    """A rollout that a worker was asked for; it serves as its own offer."""
 
-    def __init__(self, request: RolloutRequest, version: int) -> None:
-        key = (request.slot.worker_id, request.slot.incarnation, request.number)
-        stepped = (request.number + 1) * FRAMES
-        self.header = Header(*key, FRAMES, FRAMES, 0, (version, version), stepped=stepped)
-        self.request = request
+    def __init__(self, play: Play, peer: int, deliver: Deliver) -> None:
+        self.play = play
+        self.worker_id, self.incarnation = divmod(peer, 10)
+        self.number = play.num_asked.get(peer, 0)
+        play.num_asked[peer] = self.number + 1
+        self.deliver = self.arrive = deliver
         self.declined = False
 
-    def fetch(self, deliver: Any) -> Any:
-        raise AssertionError("the test says when it arrives")
+    def come(self, version: int) -> None:
+        key = (self.worker_id, self.incarnation, self.number)
+        stepped = (self.number + 1) * FRAMES
+        self.header = Header(*key, FRAMES, FRAMES, 0, (version, version), stepped=stepped)
+        self.deliver(self, None)
+
+    def fetch(self, deliver: Deliver) -> None:
+        self.arrive = deliver
+        self.play.fetching.append(self)
 
     def decline(self) -> None:
         self.declined = True
 
 
-class Play(PoolCommands):
+class Play:
     """A pool's core, and workers that do nothing by themselves.
 
     Attributes:
@@ -43,47 +54,64 @@ class Play(PoolCommands):
         delivered: worker_ids of each batch.
         preempted: worker_ids of the requests that are to end early.
         called: setup calls: worker_id, name of the method, arguments.
-        drained: worker_id and incarnation of those that left.
+        answers: of the last setup call of each worker.
+        left: worker_id and incarnation of those that left.
     """
 
     def __init__(
         self, plan: BatchPlan, num_workers: int, *, staleness: Staleness | None = None
     ) -> None:
         self.has: dict[int, int] = {}  # worker_id to the version that it has
-        self.core = PoolCore(plan, staleness, self, lambda: "", lambda w: self.has.get(w, 0))
+        self.core = PoolCore(
+            plan,
+            staleness,
+            cast("Transport", self),
+            self,
+            StatsRecorder(),
+            acknowledged=lambda w: self.has.get(w, 0),
+            post=EventLoop(self.fail).post,
+            clock=lambda: 1,
+            deliver=self.deliver,
+            wake_user=lambda: None,
+        )
+        self.num_asked: dict[int, int] = {}
         self.asked: list[int] = []
-        self.open: list[RolloutRequest] = []
-        self.fetching: list[RolloutRequest] = []
+        self.open: list[Asked] = []
+        self.fetching: list[Asked] = []
         self.delivered: list[list[int]] = []
         self.preempted: list[int] = []
         self.called: list[tuple[Any, ...]] = []
-        self.drained: list[tuple[int, int]] = []
-        self.slot_of: dict[int, WorkerSlot] = {}
+        self.left: list[tuple[int, int]] = []
+        self.answers: dict[int, Future[None]] = {}
         self.wanted = Wanted.ALL if plan.sync else Wanted.NEXT
         for worker_id in range(num_workers):
             self.join(worker_id)
 
-    # Commands are noted; nothing comes of them until the test says so.
+    # What is asked is noted; nothing comes of it until the test says so.
 
-    def collect(self, request: RolloutRequest) -> None:
-        self.open.append(request)
-        self.asked.append(request.worker_id)
+    def collect(self, peer: int, _: object, deliver: Deliver) -> None:
+        self.open.append(Asked(self, peer, deliver))
+        self.asked.append(peer // 10)
 
-    def fetch(self, request: RolloutRequest, offer: Offer) -> None:
-        self.fetching.append(request)
+    def call(self, peer: int, method: Any, *args: Any) -> Future[None]:
+        answer: Future[None] = Future()
+        if method is WorkerService.preempt:
+            self.preempted.append(peer // 10)
+        else:
+            self.answers[peer // 10] = answer
+            self.called.append((peer // 10, method.__name__, *args))
+        return answer
 
     def deliver(self, wanted: Wanted, requests: Sequence[RolloutRequest]) -> None:
         self.delivered.append([request.worker_id for request in requests])
 
-    def preempt(self, request: RolloutRequest) -> None:
-        self.preempted.append(request.worker_id)
+    def drained(self, worker_id: int, incarnation: int) -> None:
+        self.left.append((worker_id, incarnation))
 
-    def set_up(self, slot: WorkerSlot, method: Callable[..., Any], args: Sequence[Any]) -> None:
-        self.slot_of[slot.worker_id] = slot
-        self.called.append((slot.worker_id, method.__name__, *args))
+    def report(self, *_: object, **__: object) -> None: ...
 
-    def report_drained(self, slot: WorkerSlot) -> None:
-        self.drained.append((slot.worker_id, slot.incarnation))
+    def fail(self, error: BaseException) -> None:
+        raise error
 
     def take(self, noted: list[Any]) -> list[Any]:
         """What one of the lists has, which is empty then."""
@@ -119,21 +147,19 @@ class Play(PoolCommands):
         self.has[worker_id] = version
         self.core.acknowledged(worker_id)
 
-    def finish(self, worker_id: int, version: int = 0) -> ReadyRollout:
+    def finish(self, worker_id: int, version: int = 0) -> Asked:
         """A worker's oldest rollout lies on it."""
-        request = next(request for request in self.open if request.worker_id == worker_id)
-        self.open.remove(request)
-        ready = ReadyRollout(request, version)
-        offer: Offer = ready  # type: ignore[assignment]
-        self.core.offered(request, offer, 1)
-        return ready
+        asked = next(asked for asked in self.open if asked.worker_id == worker_id)
+        self.open.remove(asked)
+        asked.come(version)
+        return asked
 
     def arrive(self) -> None:
         """All that is on its way arrives."""
         while self.fetching:
-            self.core.fetched(self.fetching.pop(0), [])
+            self.fetching.pop(0).arrive([], None)
 
-    def come(self, worker_id: int, version: int = 0) -> ReadyRollout:
+    def come(self, worker_id: int, version: int = 0) -> Asked:
         """A worker's oldest rollout lies on it, and arrives if it is fetched."""
         ready = self.finish(worker_id, version)
         self.arrive()

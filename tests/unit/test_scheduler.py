@@ -112,9 +112,9 @@ def test_a_worker_delivers_in_order(staleness: Staleness | None) -> None:
     play.finish(0)
     play.finish(0)
     late, early = play.fetching
-    play.core.fetched(early, [])
+    early.arrive([], None)
     assert play.want() is None, "none before an older one of the same worker"
-    play.core.fetched(late, [])
+    late.arrive([], None)
     assert play.take(play.delivered) == [[0]]
     assert play.want() == [0]
 

@@ -18,8 +18,11 @@ def resume(*_: Any) -> None: ...
 
 
 def answer(play: Play, worker_id: int, error: Exception | None = None) -> None:
-    slot = play.slot_of[worker_id]
-    play.core.set_up(slot, error)
+    reply = play.answers[worker_id]
+    if error is None:
+        reply.set_result(None)
+    else:
+        reply.set_exception(error)
 
 
 def test_a_worker_gets_one_call_after_the_other_and_the_newest_of_each_method() -> None:
