@@ -16,11 +16,11 @@ import hypothesis
 import pytest
 from helpers import launching
 from helpers.marked import Marked
-from helpers.paths import TESTBED, TESTS
+from helpers.paths import TESTS
 from helpers.transports import WITHOUT_RPC
 
 if TYPE_CHECKING:
-    from chaos.hosts import Hosts
+    from helpers.hosts import Hosts
 
 # The same few examples each time; --hypothesis-profile=long tries many, other ones each time.
 _common = {
@@ -142,9 +142,9 @@ def started() -> Callable[[], list[str]]:
 @pytest.fixture(scope="module")
 def three_hosts() -> Iterator[Hosts]:
     """Hosts 1, 2 and 3, which are network namespaces on this machine."""
-    from chaos.hosts import Hosts  # noqa: PLC0415 - few tests need it
+    from helpers.hosts import Hosts  # noqa: PLC0415 - few tests need it
 
-    hosts = Hosts(TESTBED)
+    hosts = Hosts()
     try:
         hosts.__enter__()
     except (OSError, subprocess.SubprocessError) as error:

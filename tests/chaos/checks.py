@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from tensordict import TensorDict
 
 from chaos.envs import ENV, EPISODE, LENGTH, NUMBER, STEP, TOKEN, Record, reward_of
@@ -16,8 +16,6 @@ from distcollect.results import LedgerReport
 _CAUSES = {"worker_lost", "hung", "left", "shut_down"}
 # The most rollouts of a process that are not delivered yet: two ready, one unfinished.
 _ROLLOUTS_OWED = 3
-# The most trajectories of a process that may continue.
-_RECENT = 64
 _KEPT = 50
 
 
@@ -48,14 +46,9 @@ class Plan:
     num_steps: int
 
     @property
-    def rollouts(self) -> int:
-        """Rollouts per batch."""
-        return self.num_workers if self.sync else 1
-
-    @property
     def shape(self) -> tuple[int, int]:
         """Shape ``[B, T]`` of a batch."""
-        return self.rollouts * self.num_envs, self.num_steps
+        return (self.num_workers if self.sync else 1) * self.num_envs, self.num_steps
 
     @property
     def frames_per_batch(self) -> int:
@@ -64,32 +57,20 @@ class Plan:
 
 
 @dataclass
-class Delivered:
-    """The delivered frames of an env, as ascending, disjoint spans ``[first, last]``."""
+class SeenEnv:
+    """What the batches have shown of one env.
 
-    spans: list[list[int]] = field(default_factory=list)
+    Attributes:
+        following: one more than the number of its last frame.
+        num_frames: how many frames were delivered.
+        episode: that of its last frame.
+        traj_id: of that frame.
+    """
 
-    def add(self, first: int, last: int) -> None:
-        """Add frames ``first`` to ``last``; raise CheckError if one was delivered before."""
-        at = next((i for i, span in enumerate(self.spans) if span[0] > first), len(self.spans))
-        before = self.spans[at - 1] if at else None
-        after = self.spans[at] if at < len(self.spans) else None
-        twice = (before is not None and before[1] >= first) or (
-            after is not None and after[0] <= last
-        )
-        demand(not twice, f"frames {first} to {last} were delivered before: {self.spans[-5:]}")
-        self.spans.insert(at, [first, last])
-        for left in (at, at - 1):
-            if (
-                0 <= left < len(self.spans) - 1
-                and self.spans[left][1] + 1 == self.spans[left + 1][0]
-            ):
-                self.spans[left][1] = self.spans.pop(left + 1)[1]
-
-    @property
-    def num_missing(self) -> int:
-        """The number of frames that were not delivered although later ones were."""
-        return self.spans[-1][1] + 1 - sum(last - first + 1 for first, last in self.spans)
+    following: int = 0
+    num_frames: int = 0
+    episode: int = -1
+    traj_id: int = -1
 
 
 @dataclass
@@ -98,30 +79,15 @@ class Seen:
 
     Attributes:
         worker_id: its slot.
-        peer: its peer id, which is part of its trajectories' ids.
         first_at: when its first frame was delivered.
         last_at: when its last frame was delivered.
-        envs: delivered frames by env number.
-        trajectories: the latest trajectories by id, with their env and episode.
-        floor: later trajectories must have ids above this.
+        envs: by their numbers.
     """
 
     worker_id: int
-    peer: int
     first_at: float
     last_at: float = 0.0
-    envs: dict[int, Delivered] = field(default_factory=dict)
-    trajectories: OrderedDict[int, tuple[int, int]] = field(default_factory=OrderedDict)
-    floor: int = -1
-
-    def note(self, traj_id: int, of: tuple[int, int]) -> None:
-        """Record the episode of a trajectory; raise CheckError if it was in another episode."""
-        demand(traj_id > self.floor, f"trajectory {traj_id} goes on after {_RECENT} others")
-        known = self.trajectories.setdefault(traj_id, of)
-        demand(known == of, f"trajectory {traj_id} is spliced: {known} and {of}")
-        self.trajectories.move_to_end(traj_id)
-        if len(self.trajectories) > _RECENT:
-            self.floor = max(self.floor, self.trajectories.popitem(last=False)[0])
+    envs: dict[int, SeenEnv] = field(default_factory=dict)
 
 
 class Checker:
@@ -134,17 +100,14 @@ class Checker:
     """
 
     def __init__(self, failures: list[str]) -> None:
-        self.seen: dict[int, Seen] = {}
-        self.frames = 0
         self.failures = failures
-        self._plan: Plan | None = None
-        self._peers: dict[int, int] = {}  # peer id to token, in this round
+        self.begin(Plan(sync=False, num_workers=0, num_envs=0, num_steps=0))
 
     def begin(self, plan: Plan) -> None:
         """Begin a round."""
         self._plan = plan
-        self.seen = {}
-        self._peers = {}
+        self.seen: dict[int, Seen] = {}
+        self._env_of: dict[int, tuple[int, int]] = {}  # by traj_id: the process and its env
         self.frames = 0
 
     def fail(self, message: str) -> None:
@@ -162,41 +125,47 @@ class Checker:
             version: the newest published version.
             owed: in sync mode, worker_id to the newest version sent to it.
         """
-        assert self._plan is not None
         self.frames += batch.numel()
         try:
-            _check_shape(batch, self._plan)
-            columns = _Columns.of(batch)
-            _check_weights(batch, version)
-            for row in range(self._plan.shape[0]):
-                self._see_row(columns, row, now)
+            demand(batch.shape == self._plan.shape, f"a batch of shape {tuple(batch.shape)}")
+            demand("mask" not in batch["collector"], "a mask that nobody asked for")
+            versions = batch["collector", "policy_version"]
+            demand((batch["mark"] == versions[..., None]).all(), "torn weights, or another version")
+            demand((versions[:, 1:] >= versions[:, :-1]).all(), "versions go back in a rollout")
+            demand(0 <= versions.min() <= versions.max() <= version, "a version of the future")
+            workers = batch["collector", "worker_id"]
+            demand((workers == workers[:, :1]).all(), "a row of several workers")
             if self._plan.sync:
-                _check_on_policy(batch, owed)
+                demand((workers.diff(dim=0) >= 0).all(), "rows are not in the workers' order")
+                oldest = workers.clone().apply_(lambda worker_id: owed.get(worker_id, 0))
+                demand((versions >= oldest).all(), "frames older than what was sent")
+            for row in batch:
+                self._see_row(row, now)
         except CheckError as error:
             self.fail(str(error))
 
-    def _see_row(self, columns: _Columns, row: int, now: float) -> None:
-        obs, traj_ids = columns.obs[row], columns.traj_ids[row]
-        worker_id, token = int(columns.worker_ids[row, 0]), int(obs[0, TOKEN])
+    def _see_row(self, row: TensorDict, now: float) -> None:
+        obs, traj_ids = row["observation"], row["collector", "traj_ids"]
+        worker_id, token = int(row["collector", "worker_id"][0]), int(obs[0, TOKEN])
         where = f"worker {worker_id}, process {token:012x}"
-        demand((columns.worker_ids[row] == worker_id).all(), f"{where}: a row of several workers")
         demand((obs[:, TOKEN] == token).all(), f"{where}: a row of several processes")
-        peer = int(traj_ids[0]) // TRAJ_IDS_PER_PEER
-        demand(
-            self._peers.setdefault(peer, token) == token,
-            f"{where}: its trajectories have the ids of another process",
-        )
-        seen = self.seen.setdefault(token, Seen(worker_id, peer, now))
+        seen = self.seen.setdefault(token, Seen(worker_id, now))
         seen.last_at = now
-        demand((seen.worker_id, seen.peer) == (worker_id, peer), f"{where}: it was {seen}")
+        demand(seen.worker_id == worker_id, f"{where}: it was {seen}")
         try:
-            _check_row(columns, row)
-            cuts = np.flatnonzero(traj_ids[1:] != traj_ids[:-1]) + 1
+            _check_row(row)
+            cuts = (traj_ids.diff().nonzero().flatten() + 1).tolist()
             for begin, end in zip([0, *cuts], [*cuts, len(traj_ids)], strict=True):
-                first, last = obs[begin], obs[end - 1]
-                of = (int(first[ENV]), int(first[EPISODE]))
-                seen.note(int(traj_ids[begin]), of)
-                seen.envs.setdefault(of[0], Delivered()).add(int(first[NUMBER]), int(last[NUMBER]))
+                first, traj_id = obs[begin].tolist(), int(traj_ids[begin])
+                number, episode = first[NUMBER], first[EPISODE]
+                env = seen.envs.setdefault(first[ENV], SeenEnv())
+                owner = token, first[ENV]
+                demand(self._env_of.setdefault(traj_id, owner) == owner, "a traj_id of two envs")
+                demand(number >= env.following, f"frame {number} came before: {env}")
+                goes_on = traj_id == env.traj_id
+                demand(goes_on == (episode == env.episode), f"{traj_id} is spliced: {env}")
+                env.following, env.num_frames = number + end - begin, env.num_frames + end - begin
+                env.episode, env.traj_id = episode, traj_id
         except CheckError as error:
             raise CheckError(f"{where}: {error}") from None
 
@@ -213,9 +182,8 @@ class Checker:
             report: the ledger's report.
             records: the records of all processes.
             num_deaths: worker_id to the number of its processes that were killed.
-            may_be_missing: hosts or supervisors were lost, so frame counts may be unknown.
+            may_be_missing: supervisors were lost, so frame counts may be unknown.
         """
-        assert self._plan is not None
         plan = self._plan
         for worker_id, frames in report.workers.items():
             try:
@@ -236,12 +204,9 @@ class Checker:
                 # Envs count within a step, the worker at its end.
                 most = frames.stepped + frames.at_most + deaths * plan.num_envs
                 demand(frames.stepped <= counted <= most, f"its envs counted {counted} frames")
-                tokens = {record.token for record in mine}
-                missing = sum(
-                    env.num_missing
-                    for token in tokens & self.seen.keys()
-                    for env in self.seen[token].envs.values()
-                )
+                shown = [self.seen[record.token] for record in mine if record.token in self.seen]
+                envs = [env for seen in shown for env in seen.envs.values()]
+                missing = sum(env.following - env.num_frames for env in envs)
                 demand(missing <= lost + frames.at_most, f"{missing} frames are missing")
             except CheckError as error:
                 self.fail(f"the ledger, worker {worker_id}: {error}\n{report}")
@@ -249,92 +214,27 @@ class Checker:
             self.fail(f"{self.frames} frames were delivered, the ledger says:\n{report}")
 
 
-@dataclass(frozen=True)
-class _Columns:
-    """The entries of a batch as arrays ``[B, T, ...]``."""
-
-    obs: np.ndarray
-    next_obs: np.ndarray
-    traj_ids: np.ndarray
-    worker_ids: np.ndarray
-    faulted: np.ndarray
-    done: np.ndarray
-    terminated: np.ndarray
-    truncated: np.ndarray
-    reward: np.ndarray
-    versions: np.ndarray
-
-    @classmethod
-    def of(cls, batch: TensorDict) -> _Columns:
-        following, about = batch["next"], batch["collector"]
-        return cls(
-            obs=batch["observation"].numpy(),
-            next_obs=following["observation"].numpy(),
-            traj_ids=about["traj_ids"].numpy(),
-            worker_ids=about["worker_id"].numpy(),
-            faulted=about["faulted"].numpy() if "faulted" in about else _none_like(batch),
-            done=following["done"][..., 0].numpy(),
-            terminated=following["terminated"][..., 0].numpy(),
-            truncated=following["truncated"][..., 0].numpy(),
-            reward=following["reward"][..., 0].numpy(),
-            versions=about["policy_version"].numpy(),
-        )
-
-
-def _none_like(batch: TensorDict) -> np.ndarray:
-    return np.zeros(batch.shape, bool)
-
-
-def _check_shape(batch: TensorDict, plan: Plan) -> None:
-    demand(batch.shape == plan.shape, f"a batch of shape {tuple(batch.shape)}, not {plan.shape}")
-    demand("mask" not in batch["collector"], "a mask that nobody asked for")
-
-
-def _check_weights(batch: TensorDict, version: int) -> None:
-    versions = batch["collector", "policy_version"]
-    marks = batch["mark"]
-    demand((marks[..., 0] == marks[..., 1]).all(), "an action was chosen with torn weights")
-    demand((marks[..., 0] == versions).all(), "a frame's version is not that of its weights")
-    demand((versions[:, 1:] >= versions[:, :-1]).all(), "versions go back within a rollout")
-    demand(0 <= int(versions.min()) <= int(versions.max()) <= version, "a version of the future")
-
-
-def _check_on_policy(batch: TensorDict, owed: Mapping[int, int]) -> None:
-    versions, workers = batch["collector", "policy_version"], batch["collector", "worker_id"]
-    for worker_id in np.unique(workers.numpy()).tolist():
-        oldest = int(versions[workers == worker_id].min())
-        demand(
-            oldest >= owed.get(worker_id, 0),
-            f"worker {worker_id} collected with version {oldest} after it was sent "
-            f"{owed.get(worker_id, 0)}",
-        )
-    order = workers[:, 0]
-    demand((order[1:] >= order[:-1]).all(), "rows are not in the workers' order")
-
-
-def _check_row(columns: _Columns, row: int) -> None:
+def _check_row(row: TensorDict) -> None:
     """Check what must hold along one row."""
-    obs, after, traj_ids = columns.obs[row], columns.next_obs[row], columns.traj_ids[row]
-    done, terminated, truncated = columns.done[row], columns.terminated[row], columns.truncated[row]
-    faulted = columns.faulted[row]
-    steps, lengths = obs[:, STEP], obs[:, LENGTH]
-    demand((done == (terminated | truncated)).all(), "done is not terminated or truncated")
-    demand((terminated == (steps + 1 == lengths)).all(), "terminated is not where episodes end")
-    demand((truncated == faulted).all(), "truncated is not where envs were replaced")
-    demand((steps < lengths).all() and (steps >= 0).all(), "frames after an episode's end")
-    expected = obs.copy()
+    about, following = row["collector"], row["next"]
+    obs, after = row["observation"], following["observation"]
+    done = following["done"][:, 0]
+    faulted = about.get("faulted", torch.zeros_like(done))
+    is_last = obs[:, STEP] + 1 == obs[:, LENGTH]
+    demand((following["terminated"][:, 0] == is_last).all(), "terminated elsewhere than episodes")
+    demand((following["truncated"][:, 0] == faulted).all(), "truncated without a fault")
+    demand((done == (is_last | faulted)).all(), "done is not where episodes end")
+    expected = obs.clone()
     expected[:, [NUMBER, STEP]] += 1
     demand((after == expected).all(), "a frame's next observation is not what followed it")
-    rewards = [reward_of(number) for number in obs[:, NUMBER].tolist()]
-    demand((columns.reward[row] == rewards).all(), "a reward is another frame's")
-    goes_on = traj_ids[1:] == traj_ids[:-1]
-    demand((goes_on == ~done[:-1]).all(), "trajectories do not end where done is")
-    demand((after[:-1][goes_on] == obs[1:][goes_on]).all(), "a gap within a trajectory")
+    rewards = np.array([reward_of(number) for number in obs[:, NUMBER].tolist()])
+    demand((following["reward"][:, 0].numpy() == rewards).all(), "a reward is another frame's")
+    ends = done[:-1]
+    demand(((about["traj_ids"].diff() != 0) == ends).all(), "trajectories end elsewhere than done")
+    demand((after[:-1][~ends] == obs[1:][~ends]).all(), "a gap within a trajectory")
+    demand((obs[1:, STEP][ends] == 0).all(), "a trajectory does not begin with a reset")
     same_env = obs[1:, ENV] == obs[:-1, ENV]
-    demand((same_env | done[:-1]).all(), "an env was replaced in the middle of a trajectory")
+    demand((same_env | ends).all(), "an env was replaced in the middle of a trajectory")
     demand(not (same_env & faulted[:-1]).any(), "an env that raised goes on")
-    begins = obs[1:][~goes_on]
-    demand((begins[:, STEP] == 0).all(), "a trajectory does not begin with a reset")
-    demand((begins[:, NUMBER][~same_env[~goes_on]] == 0).all(), "a new env has stepped before")
-    kept = same_env & ~goes_on
-    demand((obs[1:, NUMBER][kept] == obs[:-1, NUMBER][kept] + 1).all(), "a gap between episodes")
+    gap = obs[1:, NUMBER] - torch.where(same_env, after[:-1, NUMBER], 0)
+    demand((gap == 0).all(), "a gap between episodes, or a new env has stepped before")

@@ -7,7 +7,6 @@ import logging
 import os
 import random
 import secrets
-import shutil
 import socket
 import tempfile
 import time
@@ -20,8 +19,8 @@ from helpers.marked import Marked
 import distcollect as dc
 from chaos.checks import Checker, Plan
 from chaos.envs import Maker, Marking
-from chaos.hosts import Hosts, Joiners
 from chaos.injuries import Injuries
+from chaos.joiners import Joiners
 from distcollect.results import LedgerReport
 from distcollect.roster.membership import PRESENT
 
@@ -39,12 +38,9 @@ _FAULTS = dc.Faults(
 )
 
 
-def main(argv: Sequence[str] | None = None, *, testbed: Path | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run all rounds; return 0 if all checks held."""
     given = _parse(argv)
-    if given.hosts and (testbed is None or os.geteuid() != 0 or not shutil.which("ip")):
-        print("chaos: --hosts makes network namespaces: needs the testbed, root and iproute2")
-        return 2
     seed = secrets.randbits(32) if given.seed is None else given.seed
     print(f"seed {seed}", flush=True)
     with tempfile.TemporaryDirectory(prefix="distcollect-chaos-") as name:
@@ -53,9 +49,8 @@ def main(argv: Sequence[str] | None = None, *, testbed: Path | None = None) -> i
         logging.getLogger().handlers[0].setFormatter(
             logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s")
         )
-        with Hosts(testbed if given.hosts else None) as hosts:
-            run = _Run(given, random.Random(seed), hosts, folder)
-            failures = run.all_rounds(given.seconds)
+        run = _Run(given, random.Random(seed), folder)
+        failures = run.all_rounds(given.seconds)
         if failures and given.log is None:
             print("--- the trainer's log, its last lines")
             print("\n".join((folder / "trainer.log").read_text().splitlines()[-60:]))
@@ -78,8 +73,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--sync", dest="sync", action="store_true", default=None)
     mode.add_argument("--async", dest="sync", action="store_false", help="else both in turn")
-    parser.add_argument("--hosts", action="store_true", help="two more, as namespaces; needs root")
-    parser.add_argument("--transport", choices=["rpc", "tcp"], help="with TLS between hosts")
+    parser.add_argument("--transport", choices=["rpc", "tcp"], help="of the rollouts")
     parser.add_argument("--log", type=Path, metavar="FILE", help="where the trainer's log is kept")
     return parser.parse_args(argv)
 
@@ -87,12 +81,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 class _Run:
     """All rounds of a run."""
 
-    def __init__(
-        self, given: argparse.Namespace, rng: random.Random, hosts: Hosts, folder: Path
-    ) -> None:
+    def __init__(self, given: argparse.Namespace, rng: random.Random, folder: Path) -> None:
         self._given = given
         self._rng = rng
-        self._hosts = hosts
         self._folder = folder
         self._token_file = folder / "token"
         self._token_file.touch(mode=0o600)
@@ -101,10 +92,10 @@ class _Run:
         self.failures: list[str] = []
         self._checker = Checker(self.failures)
         of_injuries = random.Random(rng.random())
-        self._injuries = Injuries(of_injuries, hosts, self._checker, given.every)
+        self._injuries = Injuries(of_injuries, self._checker, given.every)
         self._marked = Marked()
         os.environ.update([self._marked.variable])
-        self._joiners = Joiners(hosts, folder, self._token_file)
+        self._joiners = Joiners(folder, self._token_file)
         self._ledgers: list[tuple[str, LedgerReport]] = []
         self._num_pushes = 0
 
@@ -132,8 +123,7 @@ class _Run:
         faults = replace(_FAULTS, missing_share=missing)
         folder = self._folder / f"round-{number}"
         folder.mkdir()
-        port = _free_port(self._hosts.address)
-        address = f"{self._hosts.address}:{port}"
+        address = f"127.0.0.1:{_free_port()}"
         mode = f"sync, share of missing: {faults.missing_share}" if sync else "async"
         print(f"round {number}: {mode}, {num_envs} envs, T = {plan.num_steps}", flush=True)
         policy = Marking()
@@ -151,8 +141,7 @@ class _Run:
         self._checker.begin(plan)
         self._injuries.begin(collector, faults, folder, self._joiners, address)
         try:
-            for host in self._hosts.numbers or (0,):
-                self._joiners.start(host, address)
+            self._joiners.start(address)
             self._collect(collector, policy, seconds)
         finally:
             self._injuries.stop()
@@ -224,8 +213,7 @@ class _Run:
         deadline = time.monotonic() + _SETTLE_S
         while self._marked.pids() and time.monotonic() < deadline:
             time.sleep(0.05)
-        left = [*self._marked.left(), *self._hosts.files()]
-        if left:
+        if left := self._marked.left():
             self._checker.fail(f"left behind: {left}")
             self._marked.kill()
         report = collector.ledger
@@ -242,7 +230,7 @@ class _Run:
         print(f"\n{self._num_pushes} versions were published")
 
 
-def _free_port(address: str) -> int:
+def _free_port() -> int:
     with socket.socket() as free:
-        free.bind((address, 0))
+        free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from chaos.hosts import Hosts
+from helpers.hosts import Hosts
 from helpers.launching import slurm_variables
 from helpers.marked import Marked
 from helpers.paths import SCRIPTS

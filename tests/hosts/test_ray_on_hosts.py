@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chaos.hosts import Hosts
+from helpers.hosts import Hosts
 from helpers.launching import finish, start
 from helpers.marked import Marked
 from helpers.ray_cluster import OPTIONS, RAY, SCRIPT, environment, needs_ray

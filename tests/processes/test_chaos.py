@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
 import sys
 import time
@@ -45,16 +43,6 @@ LENGTHS_S = [16, pytest.param(1800, marks=pytest.mark.slow)]
 @pytest.mark.parametrize("seconds", LENGTHS_S)
 def test_workers_in_trouble(seconds: int) -> None:
     run(seconds, "--round", "8")
-
-
-@pytest.mark.timeout(1800 + END_S + 20)
-@pytest.mark.parametrize("seconds", LENGTHS_S)
-@pytest.mark.skipif(
-    os.geteuid() != 0 or not shutil.which("ip"),
-    reason="makes network namespaces: needs root and iproute2",
-)
-def test_hosts_in_trouble(seconds: int) -> None:
-    run(seconds, "--async", "--hosts")
 
 
 @pytest.fixture
@@ -117,4 +105,4 @@ def test_a_breach_is_seen(batches: list[TensorDict], breach: Callable[[TensorDic
 
 
 def test_what_is_delivered_twice_is_seen(batches: list[TensorDict]) -> None:
-    assert any("delivered before" in f for f in look([*batches, batches[1]]))
+    assert any("came before" in f for f in look([*batches, batches[1]]))
