@@ -1,12 +1,11 @@
 """A worker's plan as it travels: the tensors of its policy in a part of their own.
 
-Plans whose env makers differ have this part in common, so it is pickled, kept and sent once.
+Plans whose env makers differ have this part in common, so it is pickled and kept once.
 """
 
 from __future__ import annotations
 
 import io
-import mmap
 import pickle
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
@@ -74,7 +73,7 @@ class UnpicklerWith(pickle.Unpickler):
         return self._objects[pid]
 
 
-def unpickled(parts: Sequence[bytes | mmap.mmap]) -> WorkerPlan:
+def unpickled(parts: PickledPlan) -> WorkerPlan:
     """The plan, from the parts that :meth:`TensorTable.pickled` returned.
 
     An error that one of its objects raises is passed on.

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 import torch
 
-from distcollect.common.memory_segment import Segment
 from distcollect.policy.weight_layout import WeightEncoding, WeightLayout
 from distcollect.results import Evaluation
 from distcollect.rollout.header import Header
@@ -145,19 +144,11 @@ class WorkerService(Service, Protocol):
     threads of the transport; the envs are stepped on another.
     """
 
-    def receive_part(self, part: bytes, share: bool = False) -> Segment | None:
-        """Keep the next part of a :data:`~distcollect.engine.pickled_plan.PickledPlan`.
-
-        Returns:
-            With ``share``, where other processes on this host find the part for as long as this one
-            lives. None: there is no shared memory.
-        """
-
-    def read_part(self, place: Segment) -> None:
-        """Map the next part of the plan, which another process on this host has."""
+    def receive_plan(self, plan: Sequence[bytes]) -> None:
+        """Keep a :data:`~distcollect.engine.pickled_plan.PickledPlan`."""
 
     def configure(self) -> Future[WorkerInfo]:
-        """Build envs and policy as the plan says, all of whose parts came, and try them out."""
+        """Build envs and policy as the plan says, and try them out."""
 
     # Rollouts.
 

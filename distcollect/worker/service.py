@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import mmap
 import pickle
 import queue
 import socket
@@ -18,13 +17,8 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
-import numpy as np
-import torch
-
 from distcollect.common import gpus
-from distcollect.common.memory_segment import Segment
 from distcollect.common.peer_ids import traj_ids_of
-from distcollect.common.shared_memory import allocate, sample_of_memory
 from distcollect.common.step_counter import StepCounter, Task
 from distcollect.common.threads import do_jobs
 from distcollect.common.waiting import answer
@@ -32,7 +26,7 @@ from distcollect.engine.base import EngineBase
 from distcollect.engine.build import build_engine
 from distcollect.engine.env_recovery import taken_faults
 from distcollect.engine.evaluator import Evaluator
-from distcollect.engine.pickled_plan import unpickled
+from distcollect.engine.pickled_plan import PickledPlan, unpickled
 from distcollect.envs.registered import register_all
 from distcollect.errors import EnvError, PolicyError, RolloutGone, WorkerError
 from distcollect.results import Evaluation
@@ -121,8 +115,7 @@ class Worker(WorkerService):
         self._first_traj_id = first_traj_id
         self._host_cores = host_cores
         self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._plan: list[bytes | mmap.mmap] = []  # its parts
-        self._shared_parts: list[torch.Tensor] = []  # memory that other processes map
+        self._plan: PickledPlan = ()
         self._parts: _Parts | None = None
         # The last rollouts, by number: each lies untouched until the request after the next one.
         self._slabs: dict[int, AnySlab] = {}
@@ -157,17 +150,8 @@ class Worker(WorkerService):
 
     # The calls that are answered at once; WorkerService documents them.
 
-    def receive_part(self, part: bytes, share: bool = False) -> Segment | None:
-        self._plan.append(part)
-        if not share or sample_of_memory() is None:
-            return None
-        memory, place = allocate(len(part))
-        memory.numpy()[:] = np.frombuffer(part, np.uint8)
-        self._shared_parts.append(memory)
-        return place
-
-    def read_part(self, place: Segment) -> None:
-        self._plan.append(place.open())
+    def receive_plan(self, plan: PickledPlan) -> None:
+        self._plan = plan
 
     def preempt(self, sequence: int) -> None:
         # Not as a job: those wait until the rollout is over.
@@ -221,7 +205,7 @@ class Worker(WorkerService):
 
     @_on_main_thread
     def configure(self) -> WorkerInfo:
-        parts, self._plan = self._plan, []
+        parts, self._plan = self._plan, ()
         try:
             plan = unpickled(parts)
         except Exception as error:
