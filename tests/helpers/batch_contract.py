@@ -21,7 +21,6 @@ from helpers.counting_envs import (
 )
 from helpers.loopback_pool import loopback_collector
 from tensordict import TensorDictBase
-from torch import nn
 
 import distcollect as dc
 from distcollect.rollout.spaces import flatten
@@ -78,14 +77,9 @@ DELIVERIES = {
     "loopback-sync": _rpc(loopback_collector, sync=True),
     "loopback-async": _rpc(loopback_collector, sync=False),
     "rpc-sync": _rpc(dc.RPCDataCollector, sync=True),
-    "rpc-async": _rpc(dc.RPCDataCollector, sync=False),
-    "rpc-multi": BatchFormat(
-        partial(dc.MultiSyncDataCollector, num_workers=2, cat_results=0), 2, True, _all_rows
-    ),
     "rpc-multia": BatchFormat(
         partial(dc.MultiaSyncDataCollector, num_workers=2), 2, False, _own_rows
     ),
-    "rpc-one": BatchFormat(dc.aSyncDataCollector, 1, False, _own_rows),
 }
 
 
@@ -165,25 +159,6 @@ class Noter:
     def check(self, batch: TensorDictBase) -> None:
         assert torch.allclose(batch["seen"], self.seen(batch))
         assert torch.equal(batch["deep", "twice"][..., 1], batch["seen"].float())
-
-
-class Teller(nn.Module):
-    """Shows the weights it used: ``told`` is its only weight, which tests set to the version."""
-
-    SPEC: ClassVar[Spec] = {("told",): ((), _f32), ("sum",): ((), _f32)}
-
-    def __init__(self, told: float = 0.0) -> None:
-        super().__init__()
-        self.told = nn.Parameter(torch.tensor(float(told)))
-
-    def forward(self, observation: torch.Tensor) -> Any:
-        total = observation.sum(-1)
-        return total.long() % 5, {"told": self.told.expand(len(observation)), "sum": total}
-
-    def check(self, batch: TensorDictBase) -> None:
-        assert torch.equal(batch["told"].long(), batch["collector", "policy_version"])
-        assert torch.equal(batch["sum"], batch["observation"].sum(-1))
-        assert torch.equal(batch["action"], batch["sum"].long() % 5)
 
 
 def _leaves(td: TensorDictBase) -> dict[tuple[str, ...], torch.Tensor]:

@@ -27,116 +27,6 @@ import distcollect as dc
 SAMPLE = None if os.environ.get(ALL_LINES) else 12
 
 
-class User:
-    """Uses a collector as in a notebook, and checks what it gets.
-
-    Attributes:
-        received: frames that the user has.
-    """
-
-    def __init__(self, **kwargs: Any) -> None:
-        self.policy = Policy()
-        self.kwargs = {"num_workers": 2, "frames_per_batch": 6, **kwargs}
-        if self.kwargs["num_workers"] is None:
-            del self.kwargs["num_workers"]
-        self.collector = self.make()
-        self.received = 0
-        self.seen: set[tuple[int, int]] = set()
-        self.published = 0
-
-    def make(self) -> Any:
-        if "num_workers" in self.kwargs:
-            return loopback_collector(Counting, self.policy, **self.kwargs)
-        return dc.SyncDataCollector(Counting, self.policy, **self.kwargs)
-
-    def next(self) -> TensorDict:
-        """A batch, each frame of which is new."""
-        return self.receive(self.collector.next(timeout_s=60))
-
-    def receive(self, batch: TensorDict) -> TensorDict:
-        real = batch["collector", "traj_ids"] >= 0
-        workers = batch["collector", "worker_id"][real].tolist()
-        steps = batch["next", "observation"][real].flatten().tolist()
-        frames = [(worker, int(step)) for worker, step in zip(workers, steps, strict=True)]
-        assert len({*frames}) == len(frames)
-        assert not self.seen.intersection(frames), "a frame was delivered twice"
-        self.seen.update(frames)
-        self.received += len(frames)
-        versions = batch["collector", "policy_version"]
-        # In this process the policy is shared: a change shows before it is published.
-        if "num_workers" in self.kwargs:
-            assert torch.equal(batch["weight"].flatten().long(), versions.flatten()), "torn weights"
-        return batch
-
-    def publish(self, **kwargs: Any) -> None:
-        # The weight is the version, also if the last call was interrupted before it had an effect.
-        with torch.no_grad():
-            self.policy.weight.fill_(self.collector.policy_version + 1)
-        self.collector.update_policy_weights_(self.policy, **kwargs)
-
-    def check(self) -> None:
-        """The run goes on: every worker collects, and the ledger adds up."""
-        if "num_workers" not in self.kwargs:
-            self.next()
-            assert self.collector.stats().delivered == self.received
-            return
-        waiting = {0, 1}
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
-            batch = self.next()
-            waiting -= {*batch["collector", "worker_id"].flatten().tolist()}
-            if not waiting:
-                break
-        assert not waiting, f"workers {waiting} collect nothing any more"
-        total = self.collector.ledger.total
-        assert total.stepped == total.delivered + sum(total.lost.values()) + total.open
-        assert total.delivered == self.received
-
-    def check_weights(self) -> None:
-        self.publish()
-        version = self.collector.policy_version
-        for _ in range(40):
-            if (self.next()["collector", "policy_version"] == version).all():
-                return
-        raise AssertionError(f"version {version} arrives nowhere")
-
-    def end(self) -> None:
-        self.collector.shutdown()
-        if "num_workers" in self.kwargs:
-            total = self.collector.ledger.total
-            assert total.open == 0
-            assert total.delivered == self.received, f"{total}, received {self.received}"
-        assert torch.is_grad_enabled()
-        assert not torch.is_inference_mode_enabled()
-
-
-MODES: dict[str, dict[str, Any]] = {
-    "sync": {"sync": True},
-    "async": {"sync": False, "frames_per_batch": 3, "postproc": lambda batch: batch},
-    "in process": {"num_workers": None, "frames_per_batch": 3},
-}
-
-OPERATIONS: dict[str, Callable[[User], object]] = {
-    "next": lambda user: user.collector.next(timeout_s=60),
-    "for": lambda user: next(iter(user.collector)),
-    "publish": lambda user: user.publish(),
-    "publish to one": lambda user: user.publish(worker_ids=[1]),
-    "publish in the background": lambda user: user.publish(wait=False),
-    "set_seed": lambda user: user.collector.set_seed(5),
-    "call": lambda user: user.collector.call("told"),
-    "evaluate": lambda user: user.collector.evaluate(2, seed=1),
-    "state_dict": lambda user: user.collector.state_dict(),
-    "stats": lambda user: user.collector.stats(),
-}
-WITH_WORKERS = {"publish to one", "publish in the background"}
-CASES = [
-    (mode, name)
-    for mode in MODES
-    for name in OPERATIONS
-    if not (mode == "in process" and name in WITH_WORKERS)
-]
-
-
 def lines_of(call: Callable[[], object]) -> list[int]:
     """The lines of a call to try."""
     tracer = LineTracer(0, lambda: None)
@@ -146,34 +36,44 @@ def lines_of(call: Callable[[], object]) -> list[int]:
     return sampled(tracer.num_lines, tracer.num_lines if SAMPLE is None else SAMPLE)
 
 
-@pytest.mark.parametrize(("mode", "operation"), CASES)
-def test_the_run_goes_on_after_an_interrupt_in_any_line(mode: str, operation: str) -> None:
-    user = User(**MODES[mode])
+OPERATIONS: dict[str, Callable[[Any], object]] = {
+    "next": lambda collector: collector.next(),
+    "for": lambda collector: next(iter(collector)),
+    "publish": lambda collector: collector.update_policy_weights_(),
+    "set_seed": lambda collector: collector.set_seed(5),
+    "call": lambda collector: collector.call("told"),
+    "evaluate": lambda collector: collector.evaluate(2, seed=1),
+    "state_dict": lambda collector: collector.state_dict(),
+    "stats": lambda collector: collector.stats(),
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_run_in_this_process_goes_on_after_an_interrupt_in_any_line(operation: str) -> None:
+    """With workers, ``test_promises.py`` has an interrupt among all else that may happen."""
     results: list[Any] = []
+    steps: list[float] = []
+    with dc.SyncDataCollector(Counting, Policy(), frames_per_batch=3) as collector:
 
-    def call(user: User) -> None:
-        results.append(OPERATIONS[operation](user))
+        def call() -> None:
+            results.append(OPERATIONS[operation](collector))
 
-    def receive() -> None:
-        while results:
-            result = results.pop()
-            if isinstance(result, TensorDict):
-                user.receive(result)
+        def receive() -> None:
+            batches = [result for result in results if isinstance(result, TensorDict)]
+            for batch in [*batches, collector.next()]:
+                steps.extend(batch["next", "observation"].flatten().tolist())
+            results.clear()
+            assert len({*steps}) == len(steps) == collector.stats().delivered
+            assert torch.is_grad_enabled()
+            assert not torch.is_inference_mode_enabled()
 
-    try:
-        user.check()
-        lines = lines_of(lambda: call(user))
-        receive()
-        for at in lines:
-            _, tracer = interrupted_at(at, lambda: call(user))
+        for at in lines_of(call):
+            receive()
+            _, tracer = interrupted_at(at, call)
             try:
                 receive()
-                user.check()
             except BaseException as error:
                 raise AssertionError(f"after an interrupt at {tracer.where}") from error
-        user.check_weights()
-    finally:
-        user.end()
 
 
 class Buffer(KeepingBuffer):

@@ -12,7 +12,6 @@ from helpers.pool_simulation import FRAMES, Run
 from distcollect.config import Staleness
 from distcollect.errors import BatchTimeout
 from distcollect.pool.worker_slots import BatchPlan
-from distcollect.rollout.header import Rollout
 
 NUM_BATCHES = 2000
 NUM_SYNC = NUM_BATCHES // 2  # these have several rollouts each
@@ -39,30 +38,6 @@ def script(run: Run, *steps: Callable[[], Any]) -> None:
     run.happen = happen  # type: ignore[method-assign]
 
 
-def keys(rollouts: list[Rollout]) -> list[tuple[int, int, int]]:
-    headers = [rollout.header for rollout in rollouts]
-    return [(header.worker_id, header.incarnation, header.sequence) for header in headers]
-
-
-PAIR = replace(SYNC, num_rollouts=2, num_frames=None)
-
-
-def test_who_arrived_before_its_worker_died_is_delivered_and_in_its_order() -> None:
-    run = Run(0, PAIR, inline=1)
-    first, second = run.present.values()
-    script(run, lambda: run.answer(first), lambda: run.answer(second))
-    run.gather()
-    script(
-        run,
-        lambda: run.answer(second),
-        lambda: run.die(second),
-        lambda: run.join(1),
-        lambda: run.die(first),
-        lambda: run.answer(run.present[1]),
-    )
-    assert keys(run.gather()) == [(1, 0, 1), (1, 1, 0)]
-
-
 @pytest.mark.parametrize("inline", [0, 1])
 def test_who_leaves_delivers_what_it_has_and_is_drained_once(inline: int) -> None:
     run = Run(0, replace(ASYNC, num_frames=None), num_workers=2, inline=0)
@@ -86,24 +61,6 @@ def test_who_leaves_delivers_what_it_has_and_is_drained_once(inline: int) -> Non
             request.arrive()
     assert second.drained
     run.pool.leave(*second.key)
-
-
-def test_what_is_on_its_way_at_the_end_is_accounted_for() -> None:
-    run = Run(0, PAIR, inline=0)
-    first, second = run.present.values()
-
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    script(run, lambda: run.answer(first), interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        run.gather()
-    run.pool.close()
-    run.pool.account(*first.key, "shut_down", first.stepped)
-    run.pool.account(*second.key, "shut_down", None)
-    total = run.pool.ledger.total
-    assert (total.stepped, total.delivered, total.open) == (first.stepped, 0, 0)
-    assert total.at_most == FRAMES, "of the one that was being collected nobody knows"
 
 
 @pytest.mark.parametrize(

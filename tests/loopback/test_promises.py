@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
+from collections.abc import Callable
 from typing import Any
 
 import gymnasium as gym
@@ -84,6 +85,20 @@ MODES: dict[str, dict[str, Any]] = {
     "paced": {"sync": False, "staleness": dc.Staleness(1)},
     "dropped": {"sync": False, "staleness": dc.Staleness(1, mode="drop")},
     "masked": {"sync": False, "staleness": dc.Staleness(1, mode="mask")},
+}
+
+
+INTERRUPTED: dict[str, Callable[[Any], Any]] = {
+    "next": lambda user: user.collector.next(timeout_s=TIMEOUT_S),
+    "for": lambda user: next(iter(user.collector)),
+    "push": lambda user: user.push(None, wait=True),
+    "push to one": lambda user: user.push([user.pick(0)], wait=True),
+    "push without waiting": lambda user: user.push(None, wait=False),
+    "seed": lambda user: user.collector.set_seed(9),
+    "call": lambda user: user.collector.call("slow_down", 0.0, timeout_s=TIMEOUT_S),
+    "evaluate": lambda user: user.collector.evaluate(2, timeout_s=TIMEOUT_S),
+    "state": lambda user: user.collector.state_dict(),
+    "stats": lambda user: user.collector.stats(),
 }
 
 
@@ -217,15 +232,15 @@ class Promises(RuleBasedStateMachine):
                 "slow_down", pause_s, worker_ids=self.pick(number), timeout_s=TIMEOUT_S
             )
 
-    @rule(line=st.integers(1, 250), name=st.sampled_from(["next", "push", "seed", "evaluate"]))
+    @rule(line=st.integers(1, 250), name=st.sampled_from(sorted(INTERRUPTED)))
     def interrupt(self, line: int, name: str) -> None:
         sent, results = dict(self.sent), []
-        call = {
-            "next": lambda: results.append(self.collector.next(timeout_s=TIMEOUT_S)),
-            "push": lambda: self.push(None, wait=True),
-            "seed": lambda: self.collector.set_seed(9),
-            "evaluate": lambda: self.collector.evaluate(2, timeout_s=TIMEOUT_S),
-        }[name]
+
+        def call() -> None:
+            result = INTERRUPTED[name](self)
+            if isinstance(result, TensorDict):
+                results.append(result)
+
         was_interrupted, tracer = interrupted_at(line, call)
         for batch in results:
             self.receive(batch, sent)

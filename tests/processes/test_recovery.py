@@ -165,21 +165,6 @@ def test_a_killed_worker_is_replaced_and_gets_the_newest_weights(
     assert marked.gone(END_S), marked.left()
 
 
-def test_all_workers_at_once(marked: Marked) -> None:
-    checker = Checker()
-    with collect_with(True) as collector:
-        checker.see(collector.next())
-        before = dict(checker.pids)
-        for pid in before.values():
-            os.kill(pid, signal.SIGKILL)
-        checker.see(collector.next(timeout_s=JOIN_S))
-        until(
-            collector, checker, lambda: not set(checker.pids.values()) & {*before.values()}, JOIN_S
-        )
-    balances(collector, checker)
-    assert marked.gone(END_S), marked.left()
-
-
 def test_weights_wait_for_the_replacement_of_the_only_worker(marked: Marked) -> None:
     policy, checker = ShownWeight(), Checker()
     with collect_with(True, policy=policy, num_workers=1, frames_per_batch=40) as collector:

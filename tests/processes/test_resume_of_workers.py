@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +12,6 @@ import pytest
 import torch
 from helpers.envs import PidCartPole as Env
 from helpers.policies import ConstantPolicy
-from tensordict import TensorDictBase
 from torch import nn
 
 import distcollect as dc
@@ -65,36 +61,3 @@ def test_goes_on_with_another_number_of_workers(tmp_path: Path, before: int, aft
             second.update_policy_weights_(policy)
         assert batches == 2
         assert second.frames == 600
-
-
-def block_of_worker_1(batch: TensorDictBase) -> set[int]:
-    """Of its trajectory ids; each process has a block of its own."""
-    ids = batch["collector", "traj_ids"][batch["collector", "worker_id"] == 1]
-    return {int(traj_id) >> 34 for traj_id in ids}
-
-
-def test_replaced_workers_know_where_the_run_was() -> None:
-    policy = ConstantPolicy()
-    state = {
-        "format": 2,
-        "frames": 0,
-        "policy_version": 41,
-        "next_traj_id": 5 << 40,
-        "seed": None,
-        "resumes": 0,
-    }
-    with collector(2, policy) as resumed:
-        assert isinstance(resumed, dc.RPCDataCollector)
-        resumed.load_state_dict(state)
-        before = resumed.next()
-        os.kill(resumed.call("pid", worker_ids=1)[1][0], signal.SIGKILL)
-        deadline = time.monotonic() + 60
-        while not block_of_worker_1(after := resumed.next()) - block_of_worker_1(before):
-            assert time.monotonic() < deadline, resumed.worker_states
-        for batch in (before, after):
-            assert (batch["collector", "policy_version"] == 41).all()
-            assert (batch["collector", "traj_ids"] >= 5 << 40).all()
-        mine = after["collector", "worker_id"] == 1
-        assert mine.any()
-        old = before["collector", "traj_ids"].unique()
-        assert not torch.isin(after["collector", "traj_ids"][mine], old).any()
