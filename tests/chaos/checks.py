@@ -10,7 +10,6 @@ import torch
 from tensordict import TensorDict
 
 from chaos.envs import ENV, EPISODE, LENGTH, NUMBER, STEP, TOKEN, Record, reward_of
-from distcollect.common.peer_ids import TRAJ_IDS_PER_PEER
 from distcollect.results import LedgerReport
 
 _CAUSES = {"worker_lost", "hung", "left", "shut_down"}
