@@ -9,13 +9,14 @@ import contextlib
 import os
 import secrets
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
 
 import torch
-from chaos.hosts import Hosts, Joiners
-from helpers.paths import TESTBED
+from helpers.hosts import Hosts
 from helpers.waiting import eventually
 from torch import nn
 
@@ -47,8 +48,10 @@ def run(seconds: float, *, num_bytes: int) -> Values:
         token.touch(0o600)
         token.write_text(secrets.token_hex(32))
         os.environ["DISTCOLLECT_TOKEN_FILE"] = str(token)
-        hosts = stack.enter_context(Hosts(TESTBED))
-        joiners = Joiners(hosts, folder, token)
+        hosts = stack.enter_context(Hosts())
+        path = os.pathsep.join(filter(None, sys.path))  # of the policy's module
+        env = {**os.environ, **hosts.env, "PYTHONPATH": path}
+        worker = [*hosts.on(_HOST), sys.executable, "-m", "distcollect", "worker", "--threads=1"]
         collectors = {}
         for port, (way, (transport, security)) in enumerate(_WAYS.items(), start=29600):
             collector = collectors[way] = stack.enter_context(
@@ -64,7 +67,9 @@ def run(seconds: float, *, num_bytes: int) -> Values:
                 )
             )
             for _ in _REMOTE:
-                joiners.start(_HOST, f"{hosts.address}:{port}")
+                joins = [*worker, f"--join={hosts.address}:{port}"]
+                quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+                subprocess.Popen(joins, env=env, stdin=subprocess.DEVNULL, **quiet)
             eventually(lambda: collector.num_workers == 1 + len(_REMOTE), _JOIN_S)  # noqa: B023
         times: dict[str, list[float]] = {way: [] for way in _WAYS}
         end = time.monotonic() + seconds

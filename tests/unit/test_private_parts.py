@@ -119,7 +119,12 @@ OF_OBJECTS = {
     "_worker_indices": "torchrl, since 0.14",
 }
 # Public, although their names begin with an underscore.
-PUBLIC = {"_exit": "os", "_replace": "namedtuple", "_C": "torch; what is used of it is above"}
+PUBLIC = {
+    "_exit": "os",
+    "_fields": "namedtuple",
+    "_replace": "namedtuple",
+    "_C": "torch; what is used of it is above",
+}
 OBJECTS = {name for names in OF_OBJECTS for name in names.split()}
 NAMES = {name for part in PARTS for name in part.name.split()}
 
