@@ -75,15 +75,12 @@ class AlignedLoop:
 
     def _make_steps(self, slab: Slab, policy: Policy, num_steps: int) -> int:
         """Write steps to the beginning of a slab; returns how many."""
-        envs, current, layout = self.envs, self.current, self.engine.layout
-        # Time first: array[step] is found in half the time of array[:, step].
-        starts = [(array.swapaxes(0, 1), current[key]) for key, array in slab.root.items()]
-        actions = [(leaf.key, slab.action[leaf.key].swapaxes(0, 1)) for leaf in layout.action]
-        extras = [array.swapaxes(0, 1) for array in slab.extras.values()]
-        outcomes = [
-            (slab.outcomes[key].swapaxes(0, 1), array) for key, array in envs.outcomes.items()
-        ]
-        rewards, num_rows = slab.reward.swapaxes(0, 1), envs.num_ready
+        envs, current, by_step = self.envs, self.current, slab.by_step
+        starts = [(by_step[key], current[key]) for key in slab.root]
+        actions = [(key, by_step[key]) for key in slab.action]
+        extras = [by_step[key] for key in slab.extras]
+        outcomes = [(by_step[key], array) for key, array in envs.outcomes.items()]
+        rewards, num_rows = by_step["reward",], envs.num_ready
         recovery = self.engine.recovery
         action: Arrays = {}
 
@@ -94,7 +91,7 @@ class AlignedLoop:
             chosen, written = policy()
             for (key, column), value in zip(actions, chosen, strict=True):
                 column[step] = value
-                action[key] = value if value.dtype == column.dtype else column[step]
+                action[key] = value if value.dtype is column.dtype else column[step]
             # Not strict: a random policy writes no extras.
             for column, value in zip(extras, written, strict=False):
                 column[step] = value
@@ -123,10 +120,9 @@ class AlignedLoop:
 
     def _end_episodes(self, slab: Slab, step: int, result: Step) -> None:
         """Record which rows ended in a step, and after which observations."""
-        slab.terminated[:, step] = result.terminated
-        slab.truncated[:, step] = result.truncated
-        rows = np.array(result.ended, np.int64)
-        slab.add_finals(rows, step, {key: array[rows] for key, array in self.final.items()})
+        slab.by_step["terminated",][step] = result.terminated
+        slab.by_step["truncated",][step] = result.truncated
+        slab.end(result.ended, step, self.final)
         self._forget(result.ended)
         self.envs.finish_resets()
 

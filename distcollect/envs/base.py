@@ -26,6 +26,7 @@ from distcollect.envs.bad_actions import blamed
 from distcollect.envs.closing import close
 from distcollect.envs.coercion import MisfitError, write
 from distcollect.errors import EnvError, SpaceError
+from distcollect.rollout.slab import MANY_ROWS
 from distcollect.rollout.spaces import Arrays, Leaf, leaf_spaces, leaves_of
 
 Env: TypeAlias = gym.Env[Any, Any]
@@ -45,9 +46,6 @@ MISFIT_OF_INFO = (
     "the info entry {name!r} {misfit}, expected {expected} (if it may be like that, declare its "
     "space in info_keys)"
 )
-
-# One array operation is faster than a loop over at least this many rows.
-MANY_ROWS = 5
 
 
 class Step(NamedTuple):

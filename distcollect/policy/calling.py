@@ -27,6 +27,7 @@ class Inputs:
     Attributes:
         num_envs: n.
         tensors: ``[n, *shape]`` for each key; views of the arrays where dtype and device match.
+        updates: each updates one that has memory of its own from its array.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Inputs:
         self._device = device
         self.num_envs = len(next(iter(observation.values())))
         self.tensors: Tensors = {}
-        self._fill: list[Callable[[], object]] = []  # each updates one that has its own memory
+        self.updates: list[Callable[[], object]] = []
         self._normalizer = normalizer
         self._normalized: list[Key] = []
         if normalizer is not None:
@@ -74,15 +75,10 @@ class Inputs:
                 dtype = self._dtype or own
             target = source.to(device=self._device, dtype=dtype, copy=copy or is_normalized)
             if is_normalized and self._normalizer is not None:
-                self._fill.append(self._normalizer.filling(key, target, source))
+                self.updates.append(self._normalizer.filling(key, target, source))
             elif target is not source:
-                self._fill.append(partial(target.copy_, source))
+                self.updates.append(partial(target.copy_, source))
             self.tensors[key] = target
-
-    def refresh(self) -> None:
-        """Update from the arrays the tensors that have memory of their own."""
-        for fill in self._fill:
-            fill()
 
 
 def moved(policy: nn.Module, device: torch.device) -> nn.Module:

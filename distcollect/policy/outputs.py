@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import gymnasium as gym
 import numpy as np
@@ -14,10 +14,9 @@ from torch.distributions import Distribution
 
 from distcollect.errors import PolicyError
 from distcollect.policy.base import Exploration, is_discrete
-from distcollect.policy.returned import fitted, to_tensor
+from distcollect.policy.columns import Column, to_tensor
 from distcollect.rollout.spaces import (
     RESERVED,
-    Arrays,
     Key,
     Leaf,
     dtype_name,
@@ -28,15 +27,11 @@ from distcollect.rollout.spaces import (
 
 log = logging.getLogger(__name__)
 
+# Action, extras, and the state before the next frame: ``[n, *shape]`` for each leaf.
+_NOTHING: Mapping[Any, Any] = {}  # beside the action
+Read: TypeAlias = tuple[Sequence[np.ndarray], Sequence[np.ndarray], Sequence[np.ndarray]]
+
 _LOG_PROBS = ("action_log_prob", "sample_log_prob")  # TorchRL's names, the second the older one
-
-
-class _Column(NamedTuple):
-    """An entry of what the policy returns: its name there, its leaf, its shape for all envs."""
-
-    name: Any
-    leaf: Leaf
-    shape: torch.Size
 
 
 class OutputReader:
@@ -72,13 +67,16 @@ class OutputReader:
         self._input_keys = input_keys
         self._exploration = exploration
         self._is_noisy = is_noisy
-        self._actions = [self._column(leaf.key, leaf) for leaf in leaves_of(action_space, "action")]
+        self._actions = [
+            Column(leaf.key, leaf, num_envs) for leaf in leaves_of(action_space, "action")
+        ]
         self._state_leaves = state
         self._state_at_root = state_at_root
-        self._state_keys = [leaf.key for leaf in state]
-        # Extras, then the state; known after the first call.
-        self._columns: list[_Column] | None = None
-        self._num_extras = 0
+        # Action, extras and state; the latter two are known after the first call.
+        self._columns = self._actions
+        self._names: list[Any] | None = None  # of these two
+        self._forms = [(column.dtype, column.shape) for column in self._columns]
+        self._parts = len(self._actions), len(self._actions)  # where extras begin and end
         self._action_is_leaf = self._actions[0].name == ("action",)
         # With such a space, a pair of a value and a dict is an action, not an action with extras.
         self._action_is_pair_with_dict = (
@@ -90,57 +88,47 @@ class OutputReader:
     @property
     def extras(self) -> tuple[Leaf, ...]:
         """Leaves that the policy returns besides the action; known after the first call."""
-        return tuple(column.leaf for column in (self._columns or ())[: self._num_extras])
+        return tuple(column.leaf for column in self._columns[slice(*self._parts)])
 
-    def _column(self, name: Any, leaf: Leaf) -> _Column:
-        return _Column(name, leaf, torch.Size((self._num_envs, *leaf.shape)))
-
-    def read(self, output: Any) -> tuple[list[np.ndarray], list[np.ndarray], Arrays]:
+    def read(self, output: Any) -> Read:
         """Return action, extras, and the state before the next frame.
 
         Raises:
             PolicyError: ``output`` is of no accepted kind, does not fit the action space, or has
                 other extras than the first time, or extras of another shape or kind of dtype.
         """
-        chosen, written = self._split(output)
-        actions = []
-        for (_, leaf, shape), value in zip(self._actions, chosen, strict=True):
-            array = fitted(value, leaf, shape)
-            if array is None:
-                raise self._misfit(leaf, value, shape)
-            actions.append(array)
-        if self._columns is None:
-            self._columns = self._learn(written)
-        if written is not output and len(written) != len(self._columns):
-            raise self._changed(written)
-        arrays = []
-        for name, leaf, shape in self._columns:
+        values: Sequence[Any]
+        if type(output) is torch.Tensor and self._action_is_leaf:
+            values, written = (output,), _NOTHING  # at once, as the other questions take long
+        else:
+            values, written = self._split(output)
+        if self._names is None:
+            self._learn(values, written)
+        if self._names:
             try:
-                value = written[name]
+                values = [*values, *[written[name] for name in self._names]]
             except KeyError:
                 raise self._changed(written) from None
-            array = fitted(value, leaf, shape)
-            if array is None:
-                raise self._misfit(leaf, value, shape)
-            arrays.append(array)
-        if not self._state_keys:
-            return actions, arrays, {}
-        state = dict(zip(self._state_keys, arrays[self._num_extras :], strict=True))
-        return actions, arrays[: self._num_extras], state
+        if written is not output and len(written) != len(self._names or ()):
+            raise self._changed(written)
+        try:
+            arrays = [value.numpy() for value in values]
+            fits = [(array.dtype, array.shape) for array in arrays] == self._forms
+        except (AttributeError, RuntimeError, TypeError):  # no tensor, a gradient, on a GPU
+            fits = False
+        if not fits:
+            arrays = [*map(self._fitted, self._columns, values)]
+        if not self._names:
+            return arrays, (), ()
+        first, last = self._parts
+        return arrays[:first], arrays[first:last], arrays[last:]
 
     def _split(self, output: Any) -> tuple[Sequence[Any], Mapping[Any, Any]]:
         """Return the parts of an action or distribution, and what stands beside it, by name.
 
         A TensorDict stands beside its own action.
         """
-        if type(output) is torch.Tensor and self._action_is_leaf:
-            return (output,), {}  # at once, as the next question takes long
-        if type(output) is not tuple and isinstance(output, TensorDictBase):
-            try:
-                return [output[column.name] for column in self._actions], output
-            except (KeyError, ValueError):  # or the action is no branch, or no leaf
-                raise self._no_action(output) from None
-        written: Mapping[Any, Any] = {}
+        written = _NOTHING
         if type(output) is tuple and len(output) == 2 and not self._action_is_pair_with_dict:
             first, second = output
             if type(second) is dict or isinstance(second, Mapping):
@@ -148,6 +136,13 @@ class OutputReader:
         if isinstance(output, Distribution):
             output, log_prob = self._sample(output)
             written = {**written, "action_log_prob": log_prob}
+        if self._action_is_leaf and type(output) is torch.Tensor:
+            return (output,), written
+        if not written and isinstance(output, TensorDictBase):
+            try:
+                return [output[column.name] for column in self._actions], output
+            except (KeyError, ValueError):  # or the action is no branch, or no leaf
+                raise self._no_action(output) from None
         if self._action_is_leaf:
             if isinstance(output, Mapping) or (type(output) is tuple and _has_tensors(output)):
                 raise PolicyError(
@@ -170,15 +165,15 @@ class OutputReader:
         if self._is_noisy:
             raise _noisy(f"returned a distribution, {type(distribution).__name__},")
         action = self._exploration.choose(distribution)
-        if self._columns is None and Exploration.DETERMINISTIC.find_action(distribution) is None:
+        if self._names is None and Exploration.DETERMINISTIC.find_action(distribution) is None:
             log.warning(
                 "the policy's distribution, %s, has no mode or mean: evaluate() needs "
                 "deterministic=False",
                 type(distribution).__name__,
             )
         log_prob = distribution.log_prob(action)
-        _, leaf, shape = self._actions[0]
-        if log_prob.ndim > 1 and action.shape == shape:
+        column = self._actions[0]
+        if log_prob.ndim > 1 and action.shape == column.shape:
             name = type(distribution).__name__
             raise PolicyError(
                 f"the policy returned a distribution {name} whose log-probability has shape "
@@ -188,11 +183,13 @@ class OutputReader:
             )
         # Bernoulli and similar distributions draw whole numbers as floats.
         if action.is_floating_point() and is_discrete(distribution):
-            action = action.to(leaf.dtype)
+            action = action.to(column.leaf.dtype)
         return action, log_prob
 
-    def _learn(self, written: Mapping[Any, Any]) -> list[_Column]:
-        """Find the extras and the state in what the policy wrote in the first call."""
+    def _learn(self, values: Sequence[Any], written: Mapping[Any, Any]) -> None:
+        """Find the extras and the state in what the policy returned in the first call."""
+        for column, value in zip(self._actions, values, strict=True):
+            self._fitted(column, value)
         taken = {*self._input_keys, *(column.leaf.key for column in self._actions)}
         is_td = isinstance(written, TensorDictBase)
         keys = [
@@ -200,7 +197,7 @@ class OutputReader:
             for leaf in self._state_leaves
         ]
         state = [
-            self._column(key if len(key) > 1 else key[0], leaf)
+            Column(key if len(key) > 1 else key[0], leaf, self._num_envs)
             for key, leaf in zip(keys, self._state_leaves, strict=True)
         ]
         if missing := [c.leaf.key for c in state if written.get(c.name, None) is None]:
@@ -226,9 +223,13 @@ class OutputReader:
                     f"the policy writes {'.'.join(key)!r} of shape {list(value.shape)}; its first "
                     f"dimension must be the {self._num_envs} envs"
                 )
-            extras.append(self._column(name, Leaf(key, tuple(value.shape[1:]), value.dtype)))
-        self._num_extras = len(extras)
-        return extras + state
+            leaf = Leaf(key, tuple(value.shape[1:]), value.dtype)
+            extras.append(Column(name, leaf, self._num_envs))
+        first = len(self._actions)
+        self._columns = [*self._actions, *extras, *state]
+        self._names = [column.name for column in (*extras, *state)]
+        self._forms = [(column.dtype, column.shape) for column in self._columns]
+        self._parts = first, first + len(extras)
 
     def _no_action(self, output: TensorDictBase) -> PolicyError:
         written = [*map(_key, _names(output))]
@@ -240,14 +241,19 @@ class OutputReader:
         )
 
     def _changed(self, written: Mapping[Any, Any]) -> PolicyError:
-        before = [column.leaf.key for column in self._columns or ()]
+        before = [column.leaf.key for column in self._columns[len(self._actions) :]]
         return PolicyError(
             f"the policy wrote {_dotted(map(_key, _names(written))) or 'nothing'} beside the "
             f"action, but {_dotted(before) or 'nothing'} the first time: these must not change"
         )
 
-    def _misfit(self, leaf: Leaf, value: Any, shape: torch.Size) -> PolicyError:
-        got, space = to_tensor(value, leaf.key), self._action_space
+    def _fitted(self, column: Column, value: Any) -> np.ndarray:
+        """Return ``value`` as :meth:`.Column.fitted` does; PolicyError if it does not fit."""
+        array = column.fitted(value)
+        if array is not None:
+            return array
+        leaf, shape, space = column.leaf, column.shape, self._action_space
+        got = to_tensor(value, leaf.key)
         how, needs, end = "wrote", "of ", " the first time: these must not change"
         if leaf in self._state_leaves:
             how, end = "returned the state", " at the start of episodes"
@@ -265,7 +271,7 @@ class OutputReader:
                 end = "; the policy always sees, and returns, a leading dimension of envs"
             elif got.shape == (*shape, 1):
                 end = "; drop the last dimension, as with squeeze(-1)"
-        return PolicyError(
+        raise PolicyError(
             f"the policy {how} {'.'.join(leaf.key)!r} of shape {list(got.shape)} and dtype "
             f"{dtype_name(got.dtype)}, but {needs}shape {list(shape)} and dtype "
             f"{dtype_name(leaf.dtype)}{end}"

@@ -15,7 +15,7 @@ from tensordict.nn import TensorDictModuleBase
 
 from distcollect.errors import PolicyError
 from distcollect.policy.calling import Tensors, parameters_of
-from distcollect.policy.returned import to_tensor
+from distcollect.policy.columns import to_tensor
 from distcollect.rollout.spaces import RESERVED, Arrays, Key, Leaf, as_key, nested, overlaps
 
 IS_INIT = Leaf(("is_init",), (1,), torch.bool)
@@ -72,16 +72,16 @@ class PolicyState:
         if self._is_init is not None:
             self._is_init[rows] = True
 
-    def advance(self, new: Mapping[Key, np.ndarray], rows: Sequence[int] | None = None) -> None:
+    def advance(self, new: Sequence[np.ndarray], rows: Sequence[int] | None = None) -> None:
         """Replace the state after an action was chosen.
 
         Args:
-            new: ``[n, *shape]`` for each entry; entries that it lacks stay as they are.
+            new: ``[n, *shape]`` for each of ``entries``; without any, they stay as they are.
             rows: the envs whose action was chosen; None: all.
         """
         where = slice(None) if rows is None else list(rows)
-        for key, value in new.items():
-            self.arrays[key][where] = value[where]
+        for leaf, value in zip(self.entries, new, strict=False):
+            self.arrays[leaf.key][where] = value[where]
         if self._is_init is not None:
             self._is_init[where] = False
 

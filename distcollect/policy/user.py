@@ -7,16 +7,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import gymnasium as gym
-import numpy as np
 import torch
 from tensordict.nn import set_interaction_type
 
 from distcollect.errors import PolicyError
 from distcollect.policy.base import Exploration, Policy, PolicyOutput
 from distcollect.policy.calling import Inputs, calling_convention, moved, raised
-from distcollect.policy.noise import Actions, without_noise, wrappers_of
+from distcollect.policy.noise import without_noise, wrappers_of
 from distcollect.policy.normalize import Normalizer
-from distcollect.policy.outputs import OutputReader
+from distcollect.policy.outputs import OutputReader, Read
 from distcollect.policy.per_env_rng import PerEnvRng
 from distcollect.policy.random import RandomPolicy
 from distcollect.policy.recurrent import state_of
@@ -107,7 +106,8 @@ class UserPolicy(Policy):
             yield
 
     def __call__(self, rows: Sequence[int] | None = None) -> PolicyOutput:
-        self._inputs.refresh()
+        for update in self._inputs.updates:
+            update()
         try:
             if self._rng is None:
                 actions, extras, state = self._choose(rows)
@@ -123,9 +123,7 @@ class UserPolicy(Policy):
             self.state.advance(state, rows)
         return actions, extras
 
-    def _choose(self, rows: Sequence[int] | None) -> tuple[Actions, list[np.ndarray], Arrays]:
-        """Return action, extras, and the state before the next frame."""
-        actions: Actions
+    def _choose(self, rows: Sequence[int] | None) -> Read:
         actions, extras, state = self._outputs.read(self._call())
         for noise in self.noises:
             actions = noise.change(actions, rows)

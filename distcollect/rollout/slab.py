@@ -6,6 +6,7 @@ trainer (:mod:`.assemble`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,9 @@ import torch
 from distcollect.rollout.layout import FAULTED, POLICY_VERSION, TRAJ_IDS, Layout, Tensors
 from distcollect.rollout.spaces import Arrays, Key, indexable
 from distcollect.rollout.wire import WireForm, wire_layout
+
+# One array operation is faster than a loop over at least this many rows.
+MANY_ROWS = 5
 
 
 class RolloutMemory:
@@ -49,7 +53,7 @@ class RolloutMemory:
         self.faulted: np.ndarray = self.columns[FAULTED].numpy()
         self.num_frames = layout.num_envs * num_steps
         # Where trajectories ended, as row times T plus step; and of each state leaf the values
-        # ``[k, *shape]`` after these frames.
+        # ``[k, *shape]`` after these frames, in parts.
         self._final_at: list[int] = []
         self._final: dict[Key, list[Any]] = {leaf.key: [] for leaf in layout.state}
 
@@ -78,7 +82,7 @@ class RolloutMemory:
             values = torch.cat([root.reshape(rows, steps)[:, 1:], tail.reshape(rows, 1)], 1)
             values = indexable(values.reshape(-1))
             if self._final_at:
-                values[self._final_at] = indexable(_joined(self._final[key[1:]]).reshape(-1))
+                values[self._final_at] = indexable(self._final_of(key[1:]).reshape(-1))
             values = values.view(root.dtype)
         chosen: np.ndarray = values.double()[torch.from_numpy(at)].numpy()
         return chosen
@@ -97,9 +101,13 @@ class RolloutMemory:
         """
         packed, *large = self._memory
         if self._final_at:
-            final: Tensors = [_joined(kept) for kept in self._final.values()]
+            final: Tensors = [self._final_of(key) for key in self._final]
             packed = self._wire.with_final(packed, torch.tensor(self._final_at), final)
         return [packed, *(self._stand_ins if mapped and self._stand_ins else large)]
+
+    def _final_of(self, key: Key) -> torch.Tensor:
+        """The values ``[k, *shape]`` of a state leaf where trajectories ended."""
+        return torch.cat(self._final[key])
 
     def _pad_row(self, row: int, length: int, version: int) -> None:
         """Turn the frames of a row from ``length`` on into padding.
@@ -126,12 +134,15 @@ class Slab(RolloutMemory):
         action: the action's leaves.
         extras: what the policy writes beside the action.
         outcomes: the leaves that only a frame's end has.
+        by_step: ``{key: [T, n, *shape]}``, ``frames`` with the steps first: a step is found in half
+            the time.
         tail: ``tails`` as arrays.
     """
 
     def __init__(self, layout: Layout, num_steps: int, *, shared: bool = False) -> None:
         super().__init__(layout, num_steps, shared=shared)
         self.frames: Arrays = {key: column.numpy() for key, column in self.columns.items()}
+        self.by_step: Arrays = {key: each.swapaxes(0, 1) for key, each in self.frames.items()}
         self.tail: Arrays = {key: tail.numpy() for key, tail in self.tails.items()}
         self.root, self.action, self.extras, self.outcomes = (
             {leaf.key: self.frames[leaf.key] for leaf in leaves}
@@ -158,21 +169,31 @@ class Slab(RolloutMemory):
         Args:
             rows: m rows, each at most once for the same step.
             steps: the last step of all of them, or of each.
-            final: ``{key: [m, *shape]}`` of the state leaves after these steps, in memory that is
-                not written to again.
+            final: ``{key: [m, *shape]}`` of the state leaves after these steps.
         """
         for key, kept in self._final.items():
-            kept.append(final[key])
+            kept.append(final[key].tobytes())
         self._final_at += (rows * self.num_steps + steps).tolist()
+
+    def end(self, rows: Sequence[int], step: int, final: Arrays) -> None:
+        """Episodes end in ``rows`` with this step; ``final``: the state leaves of all rows then."""
+        if len(rows) >= MANY_ROWS:
+            self.add_finals(np.array(rows), step, {k: each[rows] for k, each in final.items()})
+            return
+        for row in rows:  # in a hot loop: by what a step does anyway, as all else takes long
+            self._final_at.append(row * self.num_steps + step)
+            for key, kept in self._final.items():
+                kept.append(final[key][row].tobytes())
 
     def finals(self) -> tuple[np.ndarray, np.ndarray, Arrays]:
         """Return rows and steps, int64 ``[k]``, and the state leaves after them that were kept."""
         rows, steps = np.divmod(np.array(self._final_at, np.int64), self.num_steps)
-        leaves = self.layout.state
-        final = {
-            each.key: np.concatenate([each.zeros(0), *self._final[each.key]]) for each in leaves
-        }
-        return rows, steps, final
+        return rows, steps, {key: self._final_of(key).numpy() for key in self._final}
+
+    def _final_of(self, key: Key) -> torch.Tensor:
+        column, parts = self.frames[key], self._final[key]
+        shape = (len(self._final_at), *column.shape[2:])
+        return torch.from_numpy(np.ndarray(shape, column.dtype, bytearray().join(parts)))
 
     def pad(self, lengths: np.ndarray, after: Arrays) -> None:
         """Turn all frames after the first ``lengths`` of each row into padding.
@@ -193,10 +214,3 @@ class Slab(RolloutMemory):
                 self.add_finals(np.array([row]), length - 1, final)
             self._pad_row(row, length, self.policy_version[row, length - 1] if length else newest)
         self.num_frames = int(lengths.sum())
-
-
-def _joined(parts: list[Any]) -> torch.Tensor:
-    """Values ``[k, *shape]`` of several parts, which are arrays or tensors."""
-    if isinstance(parts[0], np.ndarray):
-        return torch.from_numpy(np.concatenate(parts))
-    return torch.cat(parts)
