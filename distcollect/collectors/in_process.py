@@ -127,7 +127,7 @@ class InProcess(Backend):
         if self.hooks.pre_collect is not None:
             self.hooks.pre_collect()
         # Each batch needs a slab of its own: the slab's memory becomes the batch.
-        slab = new_slab(self.layout, self._num_steps)
+        slab = new_slab(self.layout, self._num_steps, shared=None)
         self._stats_recorder.switch_to("collect")
         if self.statistics is not None and self._background is None:
             self.statistics.freeze(self._version)  # as weights that change in place are in use
@@ -170,9 +170,10 @@ class InProcess(Backend):
 
     def zeros(self) -> TensorDict:
         """Return a batch of zeros, see :meth:`.SyncDataCollector.fake_tensordict`."""
-        slab = new_slab(self.layout, self._num_steps)
+        slab = new_slab(self.layout, self._num_steps, shared=None)
         slab.clear()
-        header = Header(0, 0, 0, slab.num_frames, slab.num_steps, 0, (0, 0))
+        counts = slab.num_frames, slab.num_steps
+        header = Header(0, 0, 0, *counts, 0, (0, 0), wire_form=slab.wire_form)
         frames = self._assembled(self.layout, [Rollout(header, slab.local_tensors())]).zero_()
         if self.statistics is not None and not self.statistics.is_raw:
             frames = self.statistics.normalized(frames).zero_()  # integers become floats

@@ -23,7 +23,7 @@ class PickledRollout(FrameSlab):
     They travel as one pickle, which is slow, but carries everything that can be pickled.
     """
 
-    def __init__(self, layout: Layout, num_steps: int, *, shared: bool = False) -> None:
+    def __init__(self, layout: Layout, num_steps: int, *, shared: bool | None = False) -> None:
         super().__init__(layout, num_steps, shared=shared)
         self._frames: list[TensorDictBase] = []
 

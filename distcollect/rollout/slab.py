@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from distcollect.rollout.layout import FAULTED, POLICY_VERSION, TRAJ_IDS, Layout, Tensors
+from distcollect.rollout.layout import FAULTED, POLICY_VERSION, TRAJ_IDS, Layout
 from distcollect.rollout.spaces import Arrays, Key, indexable
 from distcollect.rollout.wire import WireForm, wire_layout
 
@@ -35,12 +35,14 @@ class RolloutMemory:
 
     reward: np.ndarray
 
-    def __init__(self, layout: Layout, num_steps: int, *, shared: bool = False) -> None:
-        """Allocate it; ``shared``: in memory that a trainer on this host can map."""
+    def __init__(self, layout: Layout, num_steps: int, *, shared: bool | None = False) -> None:
+        """Allocate it; ``shared``: see :func:`~distcollect.rollout.slabs.new_slab`."""
         self.layout = layout
         self.num_steps = num_steps
         self.shared = shared
-        self.wire_form = WireForm.MAPPED if shared and not layout.is_loose else WireForm.PACKED
+        self.wire_form = WireForm.MAPPED if shared else WireForm.LOCAL
+        if layout.is_loose or shared is False:
+            self.wire_form = WireForm.PACKED
         self._wire = wire_layout(layout, num_steps, self.wire_form)
         self._memory, self._stand_ins = self._wire.allocate()
         tensors = self._wire.leaves(self._memory)
@@ -52,8 +54,8 @@ class RolloutMemory:
         self.policy_version: np.ndarray = self.columns[POLICY_VERSION].numpy()
         self.faulted: np.ndarray = self.columns[FAULTED].numpy()
         self.num_frames = layout.num_envs * num_steps
-        # Where trajectories ended, as row times T plus step; and of each state leaf the values
-        # ``[k, *shape]`` after these frames, in parts.
+        # Where trajectories ended, as row times T plus step; and of each state leaf the bytes of
+        # the values ``[k, *shape]`` after these frames, in parts.
         self._final_at: list[int] = []
         self._final: dict[Key, list[Any]] = {leaf.key: [] for leaf in layout.state}
 
@@ -82,7 +84,8 @@ class RolloutMemory:
             values = torch.cat([root.reshape(rows, steps)[:, 1:], tail.reshape(rows, 1)], 1)
             values = indexable(values.reshape(-1))
             if self._final_at:
-                values[self._final_at] = indexable(self._final_of(key[1:]).reshape(-1))
+                final = torch.frombuffer(bytearray().join(self._final[key[1:]]), dtype=root.dtype)
+                values[self._final_at] = indexable(final)
             values = values.view(root.dtype)
         chosen: np.ndarray = values.double()[torch.from_numpy(at)].numpy()
         return chosen
@@ -101,13 +104,8 @@ class RolloutMemory:
         """
         packed, *large = self._memory
         if self._final_at:
-            final: Tensors = [self._final_of(key) for key in self._final]
-            packed = self._wire.with_final(packed, torch.tensor(self._final_at), final)
+            packed = self._wire.with_final(packed, self._final_at, self._final.values())
         return [packed, *(self._stand_ins if mapped and self._stand_ins else large)]
-
-    def _final_of(self, key: Key) -> torch.Tensor:
-        """The values ``[k, *shape]`` of a state leaf where trajectories ended."""
-        return torch.cat(self._final[key])
 
     def _pad_row(self, row: int, length: int, version: int) -> None:
         """Turn the frames of a row from ``length`` on into padding.
@@ -139,7 +137,7 @@ class Slab(RolloutMemory):
         tail: ``tails`` as arrays.
     """
 
-    def __init__(self, layout: Layout, num_steps: int, *, shared: bool = False) -> None:
+    def __init__(self, layout: Layout, num_steps: int, *, shared: bool | None = False) -> None:
         super().__init__(layout, num_steps, shared=shared)
         self.frames: Arrays = {key: column.numpy() for key, column in self.columns.items()}
         self.by_step: Arrays = {key: each.swapaxes(0, 1) for key, each in self.frames.items()}
@@ -188,12 +186,12 @@ class Slab(RolloutMemory):
     def finals(self) -> tuple[np.ndarray, np.ndarray, Arrays]:
         """Return rows and steps, int64 ``[k]``, and the state leaves after them that were kept."""
         rows, steps = np.divmod(np.array(self._final_at, np.int64), self.num_steps)
-        return rows, steps, {key: self._final_of(key).numpy() for key in self._final}
-
-    def _final_of(self, key: Key) -> torch.Tensor:
-        column, parts = self.frames[key], self._final[key]
-        shape = (len(self._final_at), *column.shape[2:])
-        return torch.from_numpy(np.ndarray(shape, column.dtype, bytearray().join(parts)))
+        final: Arrays = {}
+        for key, parts in self._final.items():
+            column = self.frames[key]
+            shape = (len(rows), *column.shape[2:])
+            final[key] = np.ndarray(shape, column.dtype, bytearray().join(parts))
+        return rows, steps, final
 
     def pad(self, lengths: np.ndarray, after: Arrays) -> None:
         """Turn all frames after the first ``lengths`` of each row into padding.

@@ -12,13 +12,14 @@ from distcollect.rollout.tree_slab import FrameSlab, TreeSlab
 AnySlab: TypeAlias = Slab | FrameSlab
 
 
-def new_slab(layout: Layout, num_steps: int, *, shared: bool = False) -> AnySlab:
+def new_slab(layout: Layout, num_steps: int, *, shared: bool | None = False) -> AnySlab:
     """Memory for one rollout ``[n, T]``.
 
     Args:
         layout: what a frame consists of.
         num_steps: T.
-        shared: in memory that a trainer on this host can map, where the layout allows it.
+        shared: in memory that a trainer on this host can map, where the layout allows it; None: it
+            stays in this process.
     """
     if not layout.is_torchrl:
         return Slab(layout, num_steps, shared=shared)

@@ -23,7 +23,7 @@ class FrameSlab(RolloutMemory):
         ended: bool ``[n, T]``: the trajectory ends here.
     """
 
-    def __init__(self, layout: Layout, num_steps: int, *, shared: bool = False) -> None:
+    def __init__(self, layout: Layout, num_steps: int, *, shared: bool | None = False) -> None:
         super().__init__(layout, num_steps, shared=shared)
         self._rows = layout.num_envs
         self.reward = np.zeros((self._rows, num_steps))
@@ -70,7 +70,7 @@ class TreeSlab(FrameSlab):
     an episode, its value is kept in addition.
     """
 
-    def __init__(self, layout: Layout, num_steps: int, *, shared: bool = False) -> None:
+    def __init__(self, layout: Layout, num_steps: int, *, shared: bool | None = False) -> None:
         super().__init__(layout, num_steps, shared=shared)
         self._last: dict[Key, torch.Tensor] = {}  # the state leaves after the last step
 
@@ -221,7 +221,7 @@ class TreeSlab(FrameSlab):
         rows, steps = at.unbind(1)
         self._final_at += (rows * self.num_steps + first + steps).tolist()
         for key, kept in self._final.items():
-            kept.append(values[key][rows, steps])
+            kept.append(values[key][rows, steps].flatten().view(torch.uint8).numpy())
 
     def _add_rewards(self, start: int, num_steps: int) -> None:
         total = self.reward[:, start : start + num_steps]

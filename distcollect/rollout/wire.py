@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Iterable, Sequence
 from enum import Enum
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -38,10 +38,12 @@ class WireForm(Enum):
         PACKED: large leaves; the small ones are packed into the first tensor.
         MAPPED: all leaves, in shared memory that a trainer on the same host can map. No leaf is
             packed, as none is sent.
+        LOCAL: all leaves, as the rollout stays in its process.
     """
 
     PACKED = "packed"
     MAPPED = "mapped"
+    LOCAL = "local"
 
 
 class _Place(NamedTuple):
@@ -90,7 +92,7 @@ class WireLayout:
         """
         large = [place for place in self._places if place.start is None]
         packed = torch.zeros(self.packed_bytes, dtype=torch.uint8)
-        if self.form is WireForm.PACKED:
+        if self.form is not WireForm.MAPPED:
             return [packed, *(tensor_cache.empty(each.shape, each.dtype) for each in large)], []
         memory, segment = allocate(sum(_aligned(each.size) for each in large))
         stand_ins: list[SharedTensor] = []
@@ -141,22 +143,25 @@ class WireLayout:
         of_small, of_large = iter(small), iter(large)
         return [next(of_large if each.start is None else of_small) for each in self._places]
 
-    def with_final(self, packed: torch.Tensor, at: torch.Tensor, final: Tensors) -> torch.Tensor:
+    def with_final(
+        self, packed: torch.Tensor, at: Sequence[int], final: Iterable[Sequence[Any]]
+    ) -> torch.Tensor:
         """The first tensor of a rollout in which k episodes ended.
 
         Args:
             packed: uint8 ``[packed_bytes]``, the packed leaves.
-            at: int64 ``[k]``, where each episode ended: row times T plus step.
-            final: for each state leaf its final values, ``[k, *shape]``.
+            at: where each episode ended: row times T plus step.
+            final: for each state leaf the bytes of its final values ``[k, *shape]``, in parts.
 
         Returns:
             uint8: ``packed``, then k, ``at`` and the final values.
         """
-        parts = [packed]
-        for tensor in (torch.cat([torch.tensor([len(at)]), at]), *final):
-            flat = tensor.contiguous().reshape(-1).view(torch.uint8)
-            parts += [flat, flat.new_zeros(_aligned(len(flat)) - len(flat))]
-        return torch.cat(parts)
+        rest = bytearray(np.array([len(at), *at], np.int64))
+        for parts in final:
+            rest += bytes(-len(rest) % _ALIGNMENT)
+            rest += b"".join(parts)
+        rest += bytes(-len(rest) % _ALIGNMENT)
+        return torch.cat([packed, torch.frombuffer(rest, dtype=torch.uint8)])
 
     def final(self, packed: torch.Tensor) -> tuple[np.ndarray, list[np.ndarray]] | None:
         """What :meth:`with_final` appended; None: no episode ended.
