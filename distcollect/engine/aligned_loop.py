@@ -89,7 +89,7 @@ class AlignedLoop:
             for column, array in starts:
                 column[step] = array
             chosen, written = policy()
-            for (key, column), value in zip(actions, chosen, strict=True):
+            for (key, column), value in zip(actions, chosen, strict=False):
                 column[step] = value
                 action[key] = value if value.dtype is column.dtype else column[step]
             # Not strict: a random policy writes no extras.

@@ -376,6 +376,8 @@ class EnvBatch(Envs):
             self._num_steps += 1
         result = self._advance(action, rows)
         ended = result.ended
+        if not (ended or self._faults or self._max_frames):
+            return result
         to_reset = [] if self._resets_in_step else ended
         if rows is not None:
             ended.sort()

@@ -138,11 +138,12 @@ class SingleEnvBatch(EnvBatch):
                     if (term is not False and term is not _FALSE) or (
                         trunc is not False and trunc is not _FALSE
                     ):
-                        is_terminated = term is True or _converted(flag, term, _TERMINATED)
-                        is_truncated = trunc is True or _converted(flag, trunc, _TRUNCATED)
-                        if is_terminated or is_truncated:
-                            terminated[row] = is_terminated
-                            truncated[row] = is_truncated
+                        if term.__class__ is not bool:
+                            term = _converted(flag, term, _TERMINATED)
+                        if trunc.__class__ is not bool:
+                            trunc = _converted(flag, trunc, _TRUNCATED)
+                        if term or trunc:
+                            terminated[row], truncated[row] = term, trunc
                             ended.append(row)
             except Exception as err:  # noqa: BLE001 - it becomes an EnvError
                 self._add_fault(row, self._as_env_error(err, "step", row), stepped=False)

@@ -17,7 +17,7 @@ from distcollect.rollout.spaces import Arrays, Key, indexable
 from distcollect.rollout.wire import WireForm, wire_layout
 
 # One array operation is faster than a loop over at least this many rows.
-MANY_ROWS = 5
+MANY_ROWS = 16
 
 
 class RolloutMemory:
