@@ -38,25 +38,24 @@ class Column:
         Raises:
             PolicyError: torch can't make a tensor of it, or it has an integer that is out of range.
         """
-        tensor = to_tensor(value, self.leaf.key)
-        if tensor.shape != self.shape:
+        tensor, wanted = to_tensor(value, self.leaf.key), self.leaf.dtype
+        if tensor.shape != self.shape or _kind(tensor.dtype) != _kind(wanted):
             return None
-        got, wanted = tensor.dtype, self.leaf.dtype
-        if got is not wanted:
-            kinds = [(each.is_floating_point, each.is_complex) for each in (got, wanted)]
-            if kinds[0] != kinds[1]:
-                return None
-            if not any(kinds[0]) and tensor.numel():
-                limits = None if wanted is torch.bool else torch.iinfo(wanted)
-                low, high = (0, 1) if limits is None else (limits.min, limits.max)
-                for number in (int(tensor.min()), int(tensor.max())):
-                    if not low <= number <= high:
-                        raise PolicyError(
-                            f"the policy returned {number} in {'.'.join(self.leaf.key)!r}, which "
-                            f"is of dtype {dtype_name(wanted)} and holds {low} to {high}"
-                        )
+        if not any(_kind(wanted)) and tensor.dtype is not wanted and tensor.numel():
+            limits = None if wanted is torch.bool else torch.iinfo(wanted)
+            low, high = (0, 1) if limits is None else (limits.min, limits.max)
+            for number in (int(tensor.min()), int(tensor.max())):
+                if not low <= number <= high:
+                    raise PolicyError(
+                        f"the policy returned {number} in {'.'.join(self.leaf.key)!r}, which is of "
+                        f"dtype {dtype_name(wanted)} and holds {low} to {high}"
+                    )
         array: np.ndarray = tensor.numpy()
         return array
+
+
+def _kind(dtype: torch.dtype) -> tuple[bool, bool]:
+    return dtype.is_floating_point, dtype.is_complex
 
 
 def to_tensor(value: Any, key: Key) -> torch.Tensor:

@@ -72,11 +72,11 @@ class OutputReader:
         ]
         self._state_leaves = state
         self._state_at_root = state_at_root
-        # Action, extras and state; the latter two are known after the first call.
+        # Action, extras and state; what follows is known after the first call.
         self._columns = self._actions
-        self._names: list[Any] | None = None  # of these two
-        self._forms = [(column.dtype, column.shape) for column in self._columns]
-        self._parts = len(self._actions), len(self._actions)  # where extras begin and end
+        self._names: list[Any] | None = None  # of extras and state
+        self._forms: list[Any] = []  # dtype and shape of each
+        self._parts = 0, 0  # where extras begin and end
         self._action_is_leaf = self._actions[0].name == ("action",)
         # With such a space, a pair of a value and a dict is an action, not an action with extras.
         self._action_is_pair_with_dict = (
@@ -129,10 +129,9 @@ class OutputReader:
         A TensorDict stands beside its own action.
         """
         written = _NOTHING
-        if type(output) is tuple and len(output) == 2 and not self._action_is_pair_with_dict:
-            first, second = output
-            if type(second) is dict or isinstance(second, Mapping):
-                output, written = first, second
+        is_pair = type(output) is tuple and len(output) == 2
+        if is_pair and not self._action_is_pair_with_dict and isinstance(output[1], Mapping):
+            output, written = output
         if isinstance(output, Distribution):
             output, log_prob = self._sample(output)
             written = {**written, "action_log_prob": log_prob}
@@ -225,11 +224,10 @@ class OutputReader:
                 )
             leaf = Leaf(key, tuple(value.shape[1:]), value.dtype)
             extras.append(Column(name, leaf, self._num_envs))
-        first = len(self._actions)
         self._columns = [*self._actions, *extras, *state]
         self._names = [column.name for column in (*extras, *state)]
         self._forms = [(column.dtype, column.shape) for column in self._columns]
-        self._parts = first, first + len(extras)
+        self._parts = len(self._actions), len(self._columns) - len(state)
 
     def _no_action(self, output: TensorDictBase) -> PolicyError:
         written = [*map(_key, _names(output))]

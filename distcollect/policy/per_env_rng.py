@@ -172,10 +172,6 @@ def _bernoulli(rng: PerEnvRng, drawn: Tensor, probability: float | Tensor) -> bo
     return True
 
 
-def _bernoulli_(rng: PerEnvRng, drawn: Tensor, _: Tensor, p: float | Tensor = 0.5) -> bool:
-    return _bernoulli(rng, drawn, p)
-
-
 def _native_dropout(
     rng: PerEnvRng,
     drawn: tuple[Tensor, Tensor],
@@ -205,8 +201,8 @@ _REDRAW: dict[str, Callable[..., bool]] = {
     "normal.float_Tensor": _normal,
     "normal.Tensor_Tensor": _normal,
     "bernoulli": _bernoulli,
-    "bernoulli_.float": _bernoulli_,
-    "bernoulli_.Tensor": _bernoulli_,
+    "bernoulli_.float": lambda rng, drawn, _, p=0.5: _bernoulli(rng, drawn, p),
+    "bernoulli_.Tensor": lambda rng, drawn, _, p: _bernoulli(rng, drawn, p),
     "native_dropout": _native_dropout,
     "multinomial": lambda *given: given[2].ndim < 2,  # all envs share these weights
     "random_.from": _random_from,
