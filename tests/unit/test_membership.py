@@ -1,12 +1,14 @@
-"""Decisions about which workers are in the run: each rule by itself."""
+"""Membership under thousands of simulated processes that fail in every way."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+import random
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from heapq import heappop, heappush
 
 import pytest
-from helpers.membership_cases import START_S, make
 
 from distcollect.results import WorkerState
 from distcollect.roster.membership import (
@@ -17,6 +19,343 @@ from distcollect.roster.membership import (
     Start,
     WorkerPhase,
 )
+
+SILENCE_S = 8.0
+START_S = 100.0
+PAUSE_S = 2.0
+
+
+def make(max_restarts: int = 3, seed: int = 0) -> Membership:
+    return Membership(SILENCE_S, START_S, max_restarts, rng=random.Random(seed))
+
+
+class Process:
+    """A simulated worker process."""
+
+    def __init__(self, worker_id: int, incarnation: int) -> None:
+        self.key = (worker_id, incarnation)
+        self.alive = True
+        self.silent = False
+        self.joined = False
+        self.heard_at = 0.0  # by the trainer, in time that it was attentive
+        self.pinged_at = 0.0
+        self.leave_by = math.inf
+        self.join_by = math.inf
+
+
+class Simulation:
+    """Thousands of processes that fail in every way, and a trainer that ticks now and then."""
+
+    def __init__(self, seed: int, num_slots: int) -> None:
+        self.about = f"seed {seed}, {num_slots} slots"
+        self.rng = random.Random(seed)
+        self.max_restarts = (12, 0, 2)[seed % 3]
+        self.membership = make(self.max_restarts, seed)
+        self.num_slots = num_slots
+        self.now = 0.0
+        self.attended = 0.0
+        self.looked_at = 0.0
+        self.events: list[tuple[float, int, Callable[[], None]]] = []
+        self.num_events = 0
+        self.processes: dict[int, Process] = {}
+        self.past: list[tuple[int, int]] = []
+        self.newest: dict[int, int] = defaultdict(lambda: -1)
+        self.states: dict[int, WorkerState] = {}
+        self.left: set[int] = set()  # told to leave, and not opened again
+        self.closed: set[int] = set()
+        self.starts: Counter[int] = Counter()
+        self.ready_at: dict[int, float] = {}
+        self.delays: set[float] = set()  # before the next process of a slot
+        self.awaited: dict[int, float] = {}  # slots to be filled, with their deadlines
+        self.counts: Counter[str] = Counter()
+        self.most_pings = 0
+        self.steady = 0  # ticks since the last absence
+
+    # Actions of the trainer.
+
+    def run(self, num_events: int) -> Simulation:
+        for worker_id in range(self.num_slots):
+            self.open(worker_id)
+        self.fault()
+        while self.num_events < num_events:
+            if self.rng.random() < 0.003:
+                self.now += self.rng.choice([3.0, 30.0, 1000.0])
+                self.counts["absences"] += 1
+                self.steady = 0
+            elif self.rng.random() < 10 / (10 + self.num_slots):
+                due = self.membership.next_tick(self.now)
+                self.now = min(max(due, self.now), self.now + 0.4)
+            else:
+                self.now += self.rng.uniform(0.0, 0.4)
+            while self.events and self.events[0][0] <= self.now:
+                _, _, event = heappop(self.events)
+                event()
+                if self.rng.random() < 30 / (30 + 10 * self.num_slots):
+                    self.look()
+            self.look()
+        return self
+
+    def later(self, delay_s: float, event: Callable[[], None]) -> None:
+        self.num_events += 1
+        heappush(self.events, (self.now + delay_s, self.num_events, event))
+
+    def look(self) -> None:
+        gap = self.attend()
+        self.steady += 1
+        due = self.membership.next_tick(self.now)
+        commands = self.membership.tick(self.now)
+        if commands:
+            assert due <= self.now, f"{commands[0]} was due before {due}: {self.about}"
+        pings = 0
+        for command in commands:
+            if isinstance(command, Start):
+                self.start(command.worker_id, command.incarnation)
+                continue
+            process = self.processes[command.worker_id]
+            assert process.key == (command.worker_id, command.incarnation), self.about
+            if isinstance(command, Ping):
+                pings += 1
+                self.ping(process)
+            else:
+                self.overdue(process, command.reason)
+        if self.steady > 50:
+            self.most_pings = max(self.most_pings, pings)
+        self.check(gap)
+
+    def attend(self) -> float:
+        """Advance attended time, which each event does; return the time since the last event."""
+        gap, self.looked_at = self.now - self.looked_at, self.now
+        self.attended += min(gap, PAUSE_S)
+        return gap
+
+    def start(self, worker_id: int, incarnation: int) -> None:
+        assert worker_id not in self.processes, f"a second process in {worker_id}: {self.about}"
+        assert incarnation > self.newest[worker_id], f"{worker_id} again: {self.about}"
+        assert worker_id not in self.left, f"{worker_id} left: {self.about}"
+        assert worker_id not in self.closed, f"slot {worker_id} is closed: {self.about}"
+        self.newest[worker_id] = incarnation
+        self.awaited.pop(worker_id, None)
+        self.starts[worker_id] += 1
+        assert self.starts[worker_id] <= self.max_restarts + 1, f"{worker_id}: {self.about}"
+        process = self.processes[worker_id] = Process(worker_id, incarnation)
+        process.join_by = self.attended + START_S
+        self.counts["starts"] += 1
+        kind = self.rng.random()
+        if kind < 0.1:
+            self.later(self.rng.uniform(0, 3), lambda: self.die(process))
+        elif kind < 0.9:
+            self.later(self.rng.uniform(1, 20), lambda: self.join(process))
+        else:
+            self.counts["hangs"] += 1
+
+    def ping(self, process: Process) -> None:
+        assert process.joined, f"{process.key} was not ready: {self.about}"
+        process.pinged_at = self.attended
+        if process.alive and not process.silent:
+            self.later(self.rng.uniform(0, 1), lambda: self.answer(process))
+
+    def overdue(self, process: Process, reason: str) -> None:
+        about = f"{process.key}, {reason}: {self.about}"
+        if "no sign of life" in reason:
+            self.counts["silent"] += 1
+            assert process.silent or not process.alive, about
+            assert self.attended - process.heard_at >= SILENCE_S - 1e-6, about
+        elif "leave" in reason:
+            self.counts["leave too slowly"] += 1
+            assert self.attended >= process.leave_by - 1e-6, about
+        else:
+            self.counts["join too slowly"] += 1
+            assert not process.joined, about
+            assert self.attended >= process.join_by - 1e-6, about
+        self.end(process)
+
+    def check(self, gap: float) -> None:
+        """Check what must hold after each tick."""
+        states = self.membership.states
+        for worker_id, state in states.items():
+            old = self.states.get(worker_id)
+            if old is not None and old is not state:
+                self.counts[f"{old.value} to {state.value}"] += 1
+        self.states = states
+        gone = (WorkerState.LOST, WorkerState.LEFT)
+        hopeful = sum(state not in gone for state in states.values())
+        assert self.membership.num_hopeful == hopeful, self.about
+        if self.rng.random() > 0.1:
+            return
+        slack = min(gap, PAUSE_S) + 1e-6
+        for worker_id, process in self.processes.items():
+            about = f"{process.key}: {self.about}"
+            if process.joined:
+                silent_s = self.attended - process.heard_at
+                assert silent_s < SILENCE_S, f"silent for {silent_s} {about}"
+                if abs(silent_s - SILENCE_S / 2) > 1e-6:
+                    suspected = states[worker_id] is WorkerState.SUSPECTED
+                    assert suspected == (silent_s > SILENCE_S / 2), about
+                assert self.attended - process.pinged_at <= PAUSE_S + slack, f"not asked {about}"
+            else:
+                assert self.attended < process.join_by, f"joins for long {about}"
+            assert self.attended < process.leave_by, f"leaves for long {about}"
+        for worker_id, by in self.awaited.items():
+            assert self.now < by, f"{worker_id} is not replaced: {self.about}"
+        for worker_id in self.left:
+            assert worker_id in self.processes or states[worker_id] is WorkerState.LEFT, self.about
+
+    # Events of processes.
+
+    def join(self, process: Process) -> None:
+        if not process.alive:
+            return
+        worker_id = process.key[0]
+        before = self.membership.state(worker_id)
+        self.membership.ready(*process.key, self.now)
+        if self.processes.get(worker_id) is process:
+            assert before is WorkerState.JOINING
+            assert self.membership.state(worker_id) is WorkerState.READY, self.about
+            process.joined = True
+            self.heard(process)
+            process.pinged_at = self.attended
+            self.ready_at[worker_id] = self.now
+
+    def answer(self, process: Process) -> None:
+        before = self.membership.state(process.key[0])
+        self.membership.heard(*process.key, self.now)
+        now = self.membership.state(process.key[0])
+        if self.processes.get(process.key[0]) is process:
+            assert now is WorkerState.READY, self.about
+            self.heard(process)
+        else:
+            assert now is before, f"a stale answer of {process.key} counts: {self.about}"
+
+    def heard(self, process: Process) -> None:
+        self.attend()
+        process.heard_at = self.attended
+
+    def die(self, process: Process) -> None:
+        if process.alive and self.processes.get(process.key[0]) is process:
+            self.counts["deaths"] += 1
+            self.later(self.rng.choice([0, 0.01, 1]), lambda: self.end(process))
+            process.alive = False
+
+    def end(self, process: Process) -> None:
+        worker_id = process.key[0]
+        current = self.processes.get(worker_id) is process
+        assert self.membership.ended(*process.key, self.now) == current, self.about
+        if not current:
+            return
+        process.alive = False
+        del self.processes[worker_id]
+        self.past.append(process.key)
+        if self.now - self.ready_at.pop(worker_id, self.now) >= 60:
+            self.starts[worker_id] = 1
+            self.counts["sound"] += 1
+        state = self.membership.state(worker_id)
+        if worker_id in self.left:
+            assert state is WorkerState.LEFT, self.about
+        elif worker_id in self.closed or self.starts[worker_id] > self.max_restarts:
+            assert state is WorkerState.LOST, self.about
+        else:
+            assert state is WorkerState.JOINING, f"{process.key} is not replaced: {self.about}"
+            # The longest pause, and the longest time without a tick.
+            self.awaited[worker_id] = self.now + 30.0 + 1100.0
+            delay = self.membership.delay(worker_id, self.now)
+            assert delay is not None
+            in_a_row = self.starts[worker_id]
+            longest = 0.0 if in_a_row < 2 else min(0.5 * 2 ** (in_a_row - 2), 30.0)
+            assert 0.75 * longest <= delay <= longest, f"{process.key} waits {delay}: {self.about}"
+            assert not delay or delay not in self.delays, "who fails together would come together"
+            self.delays.add(delay)
+
+    def open(self, worker_id: int) -> None:
+        gone = self.membership.state(worker_id) in (WorkerState.LOST, WorkerState.LEFT)
+        self.membership.open(worker_id, self.now)
+        self.closed.discard(worker_id)
+        if gone and worker_id not in self.processes:
+            assert self.membership.state(worker_id) is WorkerState.JOINING, self.about
+            self.left.discard(worker_id)
+            self.starts[worker_id] = 0
+            self.awaited[worker_id] = self.now + 1100.0
+
+    def fault(self) -> None:
+        """Let a random event happen to a random slot."""
+        worker_id = self.rng.randrange(self.num_slots)
+        process = self.processes.get(worker_id)
+        faults: list[Callable[[int], None]] = [self.close, self.open, self.leave]
+        if process is None:
+            faults.append(self.stale)
+        else:
+            faults += [lambda _: self.die(process), lambda _: self.mute(process)] * 2
+            faults.append(lambda _: self.answer_twice(process))
+        self.rng.choice(faults)(worker_id)
+        self.later(self.rng.expovariate(self.num_slots / 100), self.fault)
+
+    def close(self, worker_id: int) -> None:
+        self.membership.close(worker_id)
+        self.closed.add(worker_id)
+        if worker_id not in self.processes:
+            self.awaited.pop(worker_id, None)
+            assert self.membership.state(worker_id) in (WorkerState.LOST, WorkerState.LEFT), (
+                self.about
+            )
+        self.later(self.rng.uniform(0, 60), lambda: self.open(worker_id))
+
+    def leave(self, worker_id: int) -> None:
+        within_s = self.rng.uniform(1, 30)
+        self.membership.leave(worker_id, within_s, self.now)
+        process = self.processes.get(worker_id)
+        if process is None:
+            self.awaited.pop(worker_id, None)
+        elif worker_id not in self.left:
+            self.attend()
+            process.join_by = process.leave_by = self.attended + within_s
+            if self.rng.random() < 0.7:
+                self.later(self.rng.uniform(0, 20), lambda: self.die(process))
+        self.left.add(worker_id)
+        self.later(self.rng.uniform(30, 100), lambda: self.open(worker_id))
+
+    def stale(self, _: int) -> None:
+        """A message arrives from a process that has ended."""
+        if not self.past:
+            return
+        key = self.rng.choice(self.past[-1000:])
+        state = self.membership.state(key[0])
+        self.membership.ready(*key, self.now)
+        self.membership.heard(*key, self.now)
+        assert not self.membership.ended(*key, self.now), self.about
+        assert self.membership.state(key[0]) is state, self.about
+
+    def mute(self, process: Process) -> None:
+        self.counts["mute"] += 1
+        process.silent = True
+
+    def answer_twice(self, process: Process) -> None:
+        if process.joined and process.alive and not process.silent:
+            self.answer(process)
+
+
+@pytest.mark.parametrize(
+    ("seed", "num_slots", "num_events"),
+    [
+        (0, 1, 2_000),
+        (1, 10, 20_000),
+        (2, 100, 30_000),
+        (3, 1000, 150_000),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((2, 100, 80_000), (3, 1000, 400_000), (4, 3000, 500_000))
+        ),
+    ],
+)
+def test_random_faults(seed: int, num_slots: int, num_events: int) -> None:
+    run = Simulation(seed, num_slots).run(num_events)
+    if num_slots >= 10:
+        for kind in ("deaths", "hangs", "silent", "absences", "leave too slowly", "sound"):
+            assert run.counts[kind], f"no {kind}, {run.counts}: {run.about}"
+        assert {
+            state for state in WorkerState if any(state.value in kind for kind in run.counts)
+        } == {*WorkerState}
+    if num_slots >= 1000:
+        # One tick, at most 0.4 s after the last, pings fewer than a third of all.
+        assert run.most_pings < num_slots / 3, f"{run.most_pings} at once: {run.about}"
 
 
 def working(now: float = 0.0, **settings: int) -> Membership:
@@ -47,79 +386,6 @@ def watch(
     return said
 
 
-def only(kind: type, said: list[tuple[float, MembershipCommand]]) -> list[tuple[float, Any]]:
-    return [(when, command) for when, command in said if isinstance(command, kind)]
-
-
-def test_a_process_has_to_be_ready_in_time() -> None:
-    membership = make()
-    membership.open(0, 0.0)
-    membership.tick(0.0)
-    assert watch(membership, 0.0, 50.0) == []
-    membership.heard(0, 0, 50.0)
-    assert watch(membership, 50.0, START_S - 0.001) == []
-    (when, overdue), (_, start) = watch(membership, START_S - 0.001, START_S + 10)
-    assert (overdue.worker_id, overdue.incarnation) == (0, 0)
-    assert when == pytest.approx(START_S)
-    assert "not ready within 100 s" in overdue.reason
-    assert membership.state(0) is WorkerState.JOINING
-    assert start == Start(0, 1)
-
-
-def restarts(membership: Membership, now: float) -> list[float]:
-    """Seconds from the end of each process to the start of the next, until none comes."""
-    pauses = []
-    while True:
-        incarnation = len(pauses)
-        assert membership.ended(0, incarnation, now)
-        delay = membership.delay(0, now)
-        due = membership.next_tick(now)
-        assert (due == math.inf) == (delay is None)
-        if delay is None:
-            return pauses
-        assert due == pytest.approx(now + delay)
-        if delay:
-            assert membership.tick(math.nextafter(due, 0)) == []
-        assert membership.tick(due) == [Start(0, incarnation + 1)]
-        pauses.append(due - now)
-        now = due
-
-
-def test_replacements_come_after_growing_pauses() -> None:
-    membership = working(max_restarts=12)
-    pauses = restarts(membership, 1.0)
-    longest = [0, 0.5, 1, 2, 4, 8, 16, 30, 30, 30, 30, 30]
-    assert len(pauses) == 12
-    for pause, limit in zip(pauses, longest, strict=True):
-        assert 0.75 * limit <= pause <= limit * 1.001
-    assert len(set(pauses[-4:])) == 4, "who fails together would come back together"
-    assert membership.state(0) is WorkerState.LOST
-    assert membership.num_hopeful == 0
-
-
-def test_hopeful_are_those_that_are_here_or_on_their_way() -> None:
-    membership = make(max_restarts=0)
-    for worker_id in range(5):
-        membership.open(worker_id, 0.0)
-    membership.tick(0.0)
-    for worker_id in range(1, 5):
-        membership.ready(worker_id, 0, 0.0)
-    membership.leave(3, 1.0, 0.0)
-    membership.ended(3, 0, 0.0)
-    membership.ended(4, 0, 0.0)
-    watch(membership, 0.0, 3.5)
-    membership.heard(1, 0, 3.5)
-    watch(membership, 3.5, 4.5)
-    assert membership.states == {
-        0: WorkerState.JOINING,
-        1: WorkerState.READY,
-        2: WorkerState.SUSPECTED,
-        3: WorkerState.LEFT,
-        4: WorkerState.LOST,
-    }
-    assert membership.num_hopeful == 3
-
-
 def test_commands_come_in_the_order_in_which_they_were_due() -> None:
     membership = make()
     for worker_id, at in [(0, 5.0), (1, 3.0), (2, 4.0), (3, 3.0)]:
@@ -134,11 +400,14 @@ def test_a_process_that_ends_in_order_is_watched_until_it_has_ended() -> None:
     assert not membership.drained(0, 0, 5.0, 1.0)
     assert membership.drain(0, 0)
     assert not membership.drain(0, 0)
-    assert only(Ping, watch(membership, 1.0, 3.0)), "it may take long to deliver its rollout"
+    pings = [command for _, command in watch(membership, 1.0, 3.0)]
+    assert pings == [Ping(0, 0)] * len(pings) != [], "it may take long to deliver its rollout"
     membership.heard(0, 0, 3.0)
     assert membership.drained(0, 0, 5.0, 3.0)
     assert (membership.phase(0), membership.state(0)) == (WorkerPhase.EXITING, WorkerState.READY)
-    ((when, overdue), *_) = only(Overdue, watch(membership, 3.0, 9.0))
+    said = watch(membership, 3.0, 9.0)
+    when, overdue = next(each for each in said if isinstance(each[1], Overdue))
+    assert isinstance(overdue, Overdue)
     assert when == pytest.approx(8.0)
     assert "took too long" in overdue.reason
     assert membership.state(0) is WorkerState.JOINING, "it was retired, and is replaced"
