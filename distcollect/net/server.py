@@ -230,6 +230,7 @@ class JoinServer:
     Attributes:
         events: to report to; may be replaced at any time.
         port: where it listens; 0: nowhere.
+        tls: what who connects has to use; None: no TLS.
     """
 
     def __init__(
@@ -250,7 +251,7 @@ class JoinServer:
         """
         self.events = events
         self._token = token
-        self._tls = tls
+        self.tls = tls
         self._listener = None if address is None else listen(address, port)
         self.port: int = 0 if self._listener is None else self._listener.getsockname()[1]
         self._max_strangers = max(1, min(MAX_STRANGERS, open_files.limit() // _SHARE_OF_FILES))
@@ -496,8 +497,8 @@ class JoinServer:
         if isinstance(frame, Packet):
             if connection.packets is not None:
                 connection.packets.received(frame)
-        elif self._tls and not (connection.is_own or isinstance(connection.sock, TlsSocket)):
-            self._start_tls(connection, frame, self._tls)
+        elif self.tls and not (connection.is_own or isinstance(connection.sock, TlsSocket)):
+            self._start_tls(connection, frame, self.tls)
         elif connection.state is State.UNPROVEN:
             answer = with_length(connection.handshake.answer(frame))
             if connection.handshake.is_proven:

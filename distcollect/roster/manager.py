@@ -24,6 +24,7 @@ from distcollect.roster.interfaces import MembershipObserver
 from distcollect.roster.lifecycle import EXIT_TIMEOUT_S, Lifecycle
 from distcollect.roster.membership import PRESENT
 from distcollect.roster.status import RunPhase, Status
+from distcollect.transport.exposure import exposure
 from distcollect.transport.start import start_transport
 
 log = logging.getLogger(__name__)
@@ -109,6 +110,8 @@ class Workers:
             count = 0 if self._hosts.is_elastic else self._hosts.num_workers(num_workers)
             self._num_first = count
             self.address = self._hosts.address
+            for sentence in exposure(transport, self.address, self._hosts.join_server):
+                log.info("%s", sentence)
             self.transport = start_transport(transport, self.address, self._hosts.token)
             on_error.callback(self.transport.close)
             self._lifecycle = Lifecycle(

@@ -115,6 +115,11 @@ class BroadcastUpdater(WeightUpdaterBase):
             timeout=timedelta(seconds=context.timeout_s),
             master_listen_fd=listener.detach(),
         )
+        self.exposure = (
+            "broadcasts of weights: torch's store listens at {}:{}, and Gloo or NCCL at ports of "
+            "each host; whoever reaches one may connect; nothing is encrypted"
+        ).format(*self._endpoint)
+        log.info("%s", self.exposure)
 
     def check(self, device: torch.device, worker_ids: Sequence[int]) -> None:
         """Raise ArgumentError if no backend can be used, as for NCCL where a GPU is missing."""
@@ -236,12 +241,6 @@ class AutoUpdater(TransportUpdater):
         else:
             self._broadcast = BroadcastUpdater()
             self._broadcast.attach(context)
-
-    def sources(
-        self, payload: torch.Tensor, peers: Mapping[int, int]
-    ) -> Mapping[int, WeightSource]:
-        self.together = False
-        return super().sources(payload, peers)
 
     def _far_sources(
         self, payload: torch.Tensor, far: Mapping[int, int]

@@ -56,8 +56,10 @@ class WeightUpdaterBase:
         relays: of the push for which :meth:`sources` was called last, maps the worker_id of each
             receiver that gets the payload from another one, its relay, to that one's worker_id.
             The relay's source says where, see :meth:`WeightSource.receive`.
+        exposure: what listens for it, who may connect, and what is encrypted; "": nothing does.
     """
 
+    exposure: str = ""
     together: bool = False
     relays: Mapping[int, int] = MappingProxyType({})
 
@@ -270,6 +272,7 @@ class TransportUpdater(WeightUpdaterBase):
     def sources(
         self, payload: torch.Tensor, peers: Mapping[int, int]
     ) -> Mapping[int, WeightSource]:
+        self.together = False  # unless _far_sources() says so
         near, far, self.relays = self._plan(payload.device, peers)
         sources = dict(self._near.sources(payload, near)) if near else {}
         if far:

@@ -289,14 +289,15 @@ def test_srun_where_names_stand_for_127_0_1_1(network: Network) -> None:
         assert seen["listening"] == [f"{SECOND}.1"]
 
 
-def test_doctor_by_torchrun(network: Network, tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["rpc", "tcp"])
+def test_doctor_by_torchrun(network: Network, tmp_path: Path, transport: str) -> None:
     """It finds the wrong names, and nothing else; it uses the user's own token."""
     file = tmp_path / "token"
     file.touch(0o600)
     file.write_text("a secret of ours")
     options = ("--nnodes=3", "--nproc-per-node=1", "--rdzv-endpoint=node1:29517", "--no-python")
     command = (*options, sys.executable, "-m", "distcollect", "doctor")
-    token = {"DISTCOLLECT_TOKEN_FILE": str(file)}
+    token = {"DISTCOLLECT_TOKEN_FILE": str(file), "DISTCOLLECT_TRANSPORT": transport}
     trainer, *_ = [network.torchrun(h, *command, **token) for h in (1, 2, 3)]
     said = trainer.output(status=1)
     for host in (1, 2, 3):
@@ -309,6 +310,9 @@ def test_doctor_by_torchrun(network: Network, tmp_path: Path) -> None:
             re.M,
         ), said
     assert "weights to all 2 workers" in said
+    joined = f"{transport!r}: workers join at {SECOND}.1:\\d+; who knows the token may connect; TLS"
+    assert re.search(joined, said), said
+    assert ("whoever reaches" in said) == (transport == "rpc")
     assert len(re.findall(r"^\d+\. names, ", said, re.M)) == 3, said
     assert len(re.findall(r"what to do", said)) == 3, said
     assert f"--local-addr={SECOND}.2" in said

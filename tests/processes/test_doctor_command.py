@@ -8,6 +8,7 @@ import resource
 import subprocess
 import sys
 
+import pytest
 from helpers.launching import slurm_variables
 from helpers.paths import ROOT
 
@@ -31,7 +32,17 @@ def test_a_rank_that_finds_nobody() -> None:
     assert "rank 1 could not reach the trainer within 0.5 s" in done.stderr
 
 
-def test_alone_with_few_files_and_a_wrong_interface() -> None:
+@pytest.mark.parametrize(
+    ("transport", "exposed"),
+    [
+        (
+            "rpc",
+            ["torch's RPC listens at 17 ports of 127.0.0.1", "torch's store listens at 127."],
+        ),
+        ("tcp", []),
+    ],
+)
+def test_alone_with_few_files_and_a_wrong_interface(transport: str, exposed: list[str]) -> None:
     """The command on one machine: it names what is wrong, and that the rest works."""
 
     def few_files() -> None:
@@ -43,6 +54,7 @@ def test_alone_with_few_files_and_a_wrong_interface() -> None:
         env={
             **os.environ,
             "NCCL_SOCKET_IFNAME": "nosuch0",
+            "DISTCOLLECT_TRANSPORT": transport,
             "DISTCOLLECT_TOKEN_FILE": "/nonexistent",  # here no worker joins from outside
         },
         preexec_fn=few_files,
@@ -61,6 +73,9 @@ def test_alone_with_few_files_and_a_wrong_interface() -> None:
     assert re.search(
         r"^ +1 +\S+ +[\d.]+ ms +(?:\d+\.\d\d|[\d,]+) MB/s +(?:\d+\.\d\d|[\d,]+) MB/s", said, re.M
     ), said
+    assert f"transport={transport!r}: nothing listens for workers that join" in said
+    assert all(each in said for each in exposed)
+    assert said.count("whoever reaches one may") == len(exposed)
     assert "it may have 250 files open" in said
     assert "what to do: unset NCCL_SOCKET_IFNAME" in said
     assert "Traceback" not in done.stderr

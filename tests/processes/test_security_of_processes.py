@@ -47,8 +47,11 @@ def test_the_token_shows_nowhere(
 
 @pytest.mark.parametrize("updater", [None, dc.AutoUpdater, AsFromAfar])
 @pytest.mark.parametrize("kind", [dc.MultiSyncDataCollector, dc.RPCDataCollector])
-def test_nothing_listens_for_local_workers(kind: Any, updater: Any) -> None:
+def test_nothing_listens_for_local_workers(
+    kind: Any, updater: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     """Nobody else can connect to what is not there; rollouts and weights go all the same."""
+    caplog.set_level(logging.INFO, "distcollect")
     before = listening_ports(os.getpid())
     policy = GreedyPolicy()
     given = {"num_workers": 2, "transport": "tcp", "weight_updater": updater}
@@ -59,15 +62,21 @@ def test_nothing_listens_for_local_workers(kind: Any, updater: Any) -> None:
         workers = descendants(os.getpid())
         assert len(workers) >= 3  # with their zygote
         assert [listening_ports(pid) for pid in workers] == [[]] * len(workers)
+    assert caplog.text.count("listens") == caplog.text.count("nothing listens for workers") == 1
 
 
 def test_one_port_listens_for_workers_of_other_hosts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, marked: Marked
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    marked: Marked,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """That by which they join: neither they nor the trainer open another for weights."""
     path = tmp_path / "token"
     path.touch(0o600)
     path.write_text(SECRET)
+    caplog.set_level(logging.INFO, "distcollect")
+    monkeypatch.setenv("DISTCOLLECT_SECURITY", "tls")
     monkeypatch.setenv("DISTCOLLECT_TOKEN_FILE", str(path))
     before, port, policy = listening_ports(os.getpid()), free_port(), GreedyPolicy()
     given = {"num_workers": 1, "transport": "tcp", "weight_updater": AsFromAfar}
@@ -84,3 +93,6 @@ def test_one_port_listens_for_workers_of_other_hosts(
         others = descendants(os.getpid())
         assert len(others) >= 5  # two zygotes, a supervisor, two workers
         assert [listening_ports(pid) for pid in others] == [[]] * len(others)
+    assert (
+        f"join at {address}; who knows the token may connect; TLS 1.3 encrypts all" in caplog.text
+    )

@@ -31,7 +31,7 @@ def only(findings: Iterable[Finding]) -> Finding:
     return finding
 
 
-HERE = inspect_host(0, "127.0.0.1")
+HERE = inspect_host(0, "127.0.0.1", "rpc")
 
 
 FAR = replace(
@@ -146,7 +146,7 @@ def test_memory_of_another_user_can_t_be_mapped() -> None:
 
 def test_a_survey_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    report = inspect_host(3, "127.0.0.1")
+    report = inspect_host(3, "127.0.0.1", "rpc")
     assert HostReport(**asdict(report)) == report  # as it travels
     assert report.interface == "lo"
     assert "lo" in report.interfaces

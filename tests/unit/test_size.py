@@ -14,7 +14,7 @@ from helpers.paths import ROOT
 
 PACKAGE = ROOT / "distcollect"
 LONGEST_MODULE = 450
-LIMITS = {PACKAGE: 26_600, PACKAGE / "commands": 1_960, ROOT / "tests": 33_590}
+LIMITS = {PACKAGE: 26_630, PACKAGE / "commands": 1_967, ROOT / "tests": 33_600}
 
 
 def code_lines(path: Path) -> int:

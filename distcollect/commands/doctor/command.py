@@ -35,7 +35,7 @@ from distcollect.net.interfaces import LOOPBACK
 _MAX_HOSTS = 6  # with more, pairs of hosts are not tried
 _OPEN_PORTS = (
     "let the hosts reach each other on all TCP ports from 1024 on, both ways: torch's RPC and Gloo "
-    "use any free ports (see /proc/sys/net/ipv4/ip_local_port_range)"
+    "use any free ports (/proc/sys/net/ipv4/ip_local_port_range); or set DISTCOLLECT_TRANSPORT=tcp"
 )
 
 
@@ -80,7 +80,8 @@ def _inspect_ray(launch: Launch, wait_s: float) -> int:
         address, port = listen_address(default=nodes.address)
         listen = ListenSpec(address, port, read_token() or secrets.token_hex(16))
         # Ray knows its nodes by their addresses: what their names stand for doesn't matter.
-        launch = replace(launch, world_size=1 + len(nodes), num_hosts=1)
+        ray, size = Launcher.RAY_JOB, 1 + len(nodes)
+        launch = replace(launch, launcher=ray, world_size=size, num_hosts=1)
         return _inspect_all(launch, listen, wait_s, nodes.start_ranks)
 
 
@@ -110,6 +111,8 @@ def _examine(launch: Launch, ranks: Ranks) -> bool:
     _say(_ranks_table(reports.values()), "")
     _say("workers that a host can serve, by each of its limits (without what envs and policy need)")
     _say(capacity_table(list(hosts.values())), "")
+    exposed = ranks.exposure(others_join=launch.launcher is not Launcher.NONE)
+    _say("what listens in such a run", *exposed, "")
 
     findings = [*ranks.findings, *checks.check_versions(list(reports.values()))]
     for each in reports.values():

@@ -15,14 +15,14 @@ from distcollect.common import open_files
 from distcollect.common.shared_memory import host_of_pids
 from distcollect.launch.cpu_placement import Host, cgroup_folders
 from distcollect.net.interfaces import interface_of, interfaces, own_address_of
+from distcollect.transport.exposure import RPC_PORTS
+from distcollect.transport.start import RPC
 
 # Each names a network interface: for torch's RPC, Gloo and NCCL.
 INTERFACE_VARIABLES = ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 SHM = "/dev/shm"  # noqa: S108 - only looked at
-# What a worker takes on its own host: the ports on which torch's RPC listens, and one for the
-# control connection; and its memory without envs and policy, when it is forked by its trainer
-# (measured with torch 2.13 and 64 workers).
-PORTS_PER_WORKER = 18
+# What a worker takes on its own host: its memory without envs and policy, when it is forked by its
+# trainer (measured with torch 2.13 and 64 workers).
 MEMORY_PER_WORKER = 32 << 20
 # A trainer that broadcasts to n workers used 145 + 9.5 n open files, and each worker 143. Envs may
 # need some too.
@@ -48,6 +48,7 @@ class HostReport:
         shm_bytes: free bytes in /dev/shm; -1: there is no /dev/shm.
         free_bytes: of memory that it and its children can still get; -1: not known.
         num_ports: how many ports its host gives to those who ask for any; -1: not known.
+        ports_per_worker: that a worker takes there.
     """
 
     rank: int
@@ -64,6 +65,7 @@ class HostReport:
     shm_bytes: int
     free_bytes: int = -1
     num_ports: int = -1
+    ports_per_worker: int = 1
 
     @property
     def where(self) -> str:
@@ -76,19 +78,20 @@ class HostReport:
         return {
             "one a core": self.num_cores,
             "memory": self.free_bytes // MEMORY_PER_WORKER,
-            "ports": self.num_ports // PORTS_PER_WORKER,
+            "ports": self.num_ports // self.ports_per_worker,
             "files of a trainer there": -1
             if self.max_files < 0
             else max(0, self.max_files - FILES) // FILES_PER_WORKER,
         }
 
 
-def inspect_host(rank: int, address: str) -> HostReport:
+def inspect_host(rank: int, address: str, transport: str) -> HostReport:
     """Inspect the host of this process.
 
     Args:
         rank: the rank of this process.
         address: the address by which others reach it.
+        transport: the name of the one in use.
     """
     return HostReport(
         rank=rank,
@@ -105,6 +108,7 @@ def inspect_host(rank: int, address: str) -> HostReport:
         shm_bytes=shutil.disk_usage(SHM).free if os.path.ismount(SHM) else -1,
         free_bytes=read_free_bytes(),
         num_ports=read_num_ports(),
+        ports_per_worker=1 + (RPC_PORTS if transport == RPC else 0),  # one to connect from
     )
 
 

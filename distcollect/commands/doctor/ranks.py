@@ -11,7 +11,7 @@ import socket
 import statistics
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
@@ -37,10 +37,11 @@ from distcollect.net.messages import (
 )
 from distcollect.net.server import Connection, JoinServer, JoinServerEvents
 from distcollect.net.tls import trainer_tls
+from distcollect.transport.exposure import exposure
 from distcollect.transport.start import chosen, start_server, start_transport
 from distcollect.transport.worker_service import WeightSource
 from distcollect.weights.broadcast import BroadcastUpdater
-from distcollect.weights.updaters import InlineSource, UpdaterContext, WeightUpdaterBase
+from distcollect.weights.updaters import TransportUpdater, UpdaterContext, WeightUpdaterBase
 
 TIMEOUT_S = 10.0
 _ROUND_TRIPS = 50
@@ -116,15 +117,6 @@ class Rank:
         socket.create_connection((address, port), TIMEOUT_S / 2).close()
 
 
-class _ByCalls(WeightUpdaterBase):
-    """Sends the weights to each rank in a call of its own."""
-
-    def sources(
-        self, payload: torch.Tensor, peers: Mapping[int, int]
-    ) -> Mapping[int, WeightSource]:
-        return dict.fromkeys(peers, InlineSource(payload))
-
-
 def take_part(find: Callable[[], TrainerAddress], rank: int, timeout_s: float) -> None:
     """Join the doctor as a rank, and answer the trainer until it has finished.
 
@@ -146,7 +138,7 @@ def take_part(find: Callable[[], TrainerAddress], rank: int, timeout_s: float) -
         try:
             reached = PeerAddress(server.endpoint, sample_for(welcome.trainer_memory))
             port = listener.getsockname()[1]
-            control.send(Examined(reached, port, inspect_host(rank, address)))
+            control.send(Examined(reached, port, inspect_host(rank, address, welcome.transport)))
             control.receive()  # until the trainer closes the connection
         finally:
             server.close()
@@ -173,7 +165,8 @@ class Ranks(JoinServerEvents):
 
     def __init__(self, spec: ListenSpec, num_ranks: int) -> None:
         """Admit ranks 1 to ``num_ranks - 1``."""
-        self.reports: dict[int, HostReport] = {0: inspect_host(0, spec.address)}
+        transport = chosen(None)
+        self.reports: dict[int, HostReport] = {0: inspect_host(0, spec.address, transport)}
         self.findings: list[Finding] = []
         self._num_ranks = num_ranks
         self._connections: dict[Connection, int] = {}
@@ -181,20 +174,26 @@ class Ranks(JoinServerEvents):
         self._ports: dict[int, int] = {}
         self._changed = threading.Condition()
         with contextlib.ExitStack() as undo:
-            self._transport = start_transport(chosen(None), spec.address, spec.token)
+            self._transport = start_transport(transport, spec.address, spec.token)
             undo.callback(self._transport.close)
             self.broadcasts = not self._transport.carries_weights
-            self._weights: WeightUpdaterBase = (
-                BroadcastUpdater("gloo") if self.broadcasts else _ByCalls()
-            )
+            self._weights: WeightUpdaterBase = TransportUpdater()
+            if self.broadcasts:
+                self._weights = BroadcastUpdater("gloo")
             self._weights.attach(UpdaterContext(spec.address, TIMEOUT_S, gpus={}))
             undo.callback(self._weights.close)
             tls = trainer_tls(spec.address)
-            server = JoinServer(spec.address, spec.token, self, spec.port, tls=tls)
+            server = self._server = JoinServer(spec.address, spec.token, self, spec.port, tls=tls)
             undo.callback(server.close)
             spec.announce(server.port)
             self._undo = undo.pop_all()
         self.trainer = TrainerAddress(spec.address, server.port, spec.token)
+
+    def exposure(self, *, others_join: bool) -> list[str]:
+        """Return what listens in a run, to which workers that it does not start may join."""
+        server = self._server if others_join else None
+        said = exposure(self._transport.name, self.trainer.host, server)
+        return [*said, *filter(None, [self._weights.exposure])]
 
     def close(self) -> None:
         """End all ranks, leave all process groups, and release the transport."""
