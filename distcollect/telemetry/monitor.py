@@ -14,7 +14,6 @@ from typing import Protocol
 
 from distcollect.common.checks import refusing
 from distcollect.config import Monitor
-from distcollect.errors import ArgumentTypeError
 from distcollect.results import Stats
 from distcollect.telemetry.bottleneck import find_bottleneck
 from distcollect.telemetry.display import (
@@ -70,11 +69,9 @@ class MonitorThread:
 
         Raises:
             ArgumentError: a file or a port can't be opened, or a package is missing.
-            ArgumentTypeError: ``options`` is no Monitor.
+            ArgumentTypeError: ``trace`` is no path.
         """
         options = Monitor() if options is None else options
-        if not isinstance(options, Monitor):
-            raise ArgumentTypeError(f"monitor={options!r}: must be a distcollect.Monitor")
         self.metrics = tuple(options.metrics)
         self._writers: list[Writer] = []
         self._latest: Callable[[], Stats | None] = lambda: None  # before the first batch
@@ -84,7 +81,6 @@ class MonitorThread:
         self._end = threading.Event()
         self._woken = threading.Event()  # set at the end, and for curves
         self._curves_are_due = False
-        self._ended = threading.Event()
         path = options.trace if trace is None else trace
         self.trace: Trace | None = None
         try:
@@ -151,7 +147,9 @@ class MonitorThread:
             self._drop_all()
         elif self._thread is threading.current_thread():
             self._finish()
-        elif not self._ended.wait(_JOIN_TIMEOUT_S):
+        else:
+            self._thread.join(_JOIN_TIMEOUT_S)
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
             log.warning(
                 "the last statistics of the run may be missing: a writer hangs for %g s: %s",
                 _JOIN_TIMEOUT_S,
@@ -174,7 +172,6 @@ class MonitorThread:
             log.exception("statistics of the run end here; the run goes on")
         finally:
             self._finish()
-            self._ended.set()
 
     def _pass_on(self) -> None:
         due = {id(writer): time.monotonic() + writer.every_s for writer in self._writers}
