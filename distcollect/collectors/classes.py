@@ -300,7 +300,8 @@ class RPCDataCollector(DataCollectorBase):
             StopIteration: ``total_frames`` are collected.
             ArgumentError: ``keep_s`` is not above 0, or above 1e8.
             ArgumentTypeError: ``keep_s`` is no number.
-            CollectorStateError: in sync mode, with ``reproducible`` or ``trajs_per_batch``.
+            CollectorStateError: in sync mode, with ``reproducible``, ``trajs_per_batch`` or
+                ``normalize``.
             BatchTimeout, EnvError, PolicyError, WorkerLost: as :meth:`next`.
         """
         self._check_hands_over("hand_over")
@@ -350,6 +351,8 @@ class RPCDataCollector(DataCollectorBase):
             reason = "is not for reproducible=True: the order depends on timing"
         elif self._options.trajs_per_batch is not None:
             reason = "is not for trajs_per_batch: trajectories span rollouts"
+        elif self._options.normalize is not None:
+            reason = "is not for normalize: another trainer does not know the policy's statistics"
         if reason:
             raise CollectorStateError(f"{method}() {reason}")
 

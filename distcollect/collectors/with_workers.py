@@ -21,7 +21,7 @@ from distcollect.collectors.user_code import without_stop
 from distcollect.common import signals
 from distcollect.common.peer_ids import identity
 from distcollect.common.seeding import Stream, env_seed, next_seed
-from distcollect.errors import BatchTimeout, CollectorStateError, WorkerError, WorkerLost
+from distcollect.errors import BatchTimeout, WorkerError, WorkerLost
 from distcollect.policy.weight_layout import published
 from distcollect.pool.background_evaluation import Evaluators
 from distcollect.pool.handover import HandoverReceiver, RolloutReference
@@ -290,7 +290,6 @@ class WithWorkers(Backend):
 
     def hand_over(self, timeout_s: float | None, keep_s: float) -> RolloutReference:
         """See :meth:`.RPCDataCollector.hand_over`."""
-        self._check_hands_over()
         if self.is_over():
             raise StopIteration
         with self._noting_failures():
@@ -315,7 +314,6 @@ class WithWorkers(Backend):
 
     def take_over(self, reference: RolloutReference, timeout_s: float | None) -> TensorDict | None:
         """See :meth:`.RPCDataCollector.take_over`; None if it went to the replay buffer."""
-        self._check_hands_over()
         if self._waiting is not None:
             self._give(self._waiting)
         self._stats_recorder.switch_to("transfer")
@@ -327,13 +325,6 @@ class WithWorkers(Backend):
         self.lag, self.age = _stats_of(counts)
         frames = self._format.shaped(rows, reference.layout)
         return self._give(Batch(without_stop(self._processed, frames)))
-
-    def _check_hands_over(self) -> None:
-        if self.statistics is not None:
-            raise CollectorStateError(
-                "rollouts are not handed over with normalize=...: another trainer does not know "
-                "the statistics that their policy acted with"
-            )
 
     # What the user asks for between two batches.
 

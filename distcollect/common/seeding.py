@@ -46,12 +46,8 @@ def env_seed(seed: int, index: int, stream: int = Stream.ENVS) -> int:
     """Return the seed of env ``index`` of the run, whichever worker steps the env.
 
     It is below 2**31, as envs written in C take it as an int.
-
-    Raises:
-        ArgumentError: ``seed`` is negative.
-        ArgumentTypeError: ``seed`` is not a whole number.
     """
-    entropy = np.random.SeedSequence([checked_seed(seed), int(stream), index])
+    entropy = np.random.SeedSequence([seed, int(stream), index])
     return int(entropy.generate_state(1)[0]) >> 1
 
 
@@ -73,11 +69,7 @@ def process_seeds(
             seeds than the one before.
         static: all envs get the same env seed.
         as_torchrl: env i gets the i-th seed of TorchRL's chain; one of a replacement doesn't.
-
-    Raises:
-        ArgumentError, ArgumentTypeError: ``seed`` is not a whole number from 0 on.
     """
-    seed = checked_seed(seed)
     stream = Stream.REPLACED + 2 * incarnation if incarnation else 0
     indices = [0 if static else env for env in envs]
     if as_torchrl and not incarnation:

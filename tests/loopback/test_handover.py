@@ -214,6 +214,7 @@ def test_the_lag_and_the_shape_are_the_takers() -> None:
         ({"sync": True}, "is for sync=False"),
         ({"reproducible": True}, "is not for reproducible"),
         ({"trajs_per_batch": 2}, "is not for trajs_per_batch"),
+        ({"normalize": dc.Normalize()}, "is not for normalize"),
     ],
 )
 def test_what_makes_no_sense_is_refused(options: dict[str, Any], reason: str) -> None:

@@ -312,12 +312,6 @@ def test_a_policy_without_weights_has_statistics(policy: Any) -> None:
         assert 0.5 < batch["observation"].std() < 2
 
 
-def test_rollouts_are_not_handed_over() -> None:
-    error = pytest.raises(dc.CollectorStateError, match="the statistics that their policy")
-    with collector(ASYNC, ENV) as tested, error:
-        tested.hand_over()
-
-
 class Meeting(Seeing):
     """Calls a function in the middle of its publication."""
 
