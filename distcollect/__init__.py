@@ -31,7 +31,7 @@ _NAMES = {
         "RPCDataCollector SyncDataCollector aSyncDataCollector"
     ),
     "collectors.replay": "Prioritized RateLimited ReplayBuffer",
-    "config": "EvaluationWorkers Faults Monitor Normalize Staleness WeightSync",
+    "config": "EvaluationWorkers Faults Inference Monitor Normalize Staleness WeightSync",
     "envs.make": "EnvContext",
     "errors": (
         "ArgumentError ArgumentTypeError BatchTimeout CollectorStateError DeadlineError "
@@ -47,8 +47,8 @@ _NAMES = {
     "policy.noise": "EpsilonGreedy GaussianNoise LinearSchedule OrnsteinUhlenbeckNoise",
     "pool.handover": "RolloutReference",
     "results": (
-        "EnvFault EpisodeStats Evaluation EvaluationStats Frames LagStats Lags LedgerReport Stats "
-        "TrainerTimes WorkerState WorkerStats WorkerThroughput WorkerTimes"
+        "EnvFault EpisodeStats Evaluation EvaluationStats Frames InferenceStats LagStats Lags "
+        "LedgerReport Stats TrainerTimes WorkerState WorkerStats WorkerThroughput WorkerTimes"
     ),
     "telemetry.bottleneck": "Bottleneck",
     "transport.worker_service": "WeightSource",

@@ -25,6 +25,7 @@ from distcollect.collectors.replay import RateLimited as RateLimited
 from distcollect.collectors.replay import ReplayBuffer as ReplayBuffer
 from distcollect.config import EvaluationWorkers as EvaluationWorkers
 from distcollect.config import Faults as Faults
+from distcollect.config import Inference as Inference
 from distcollect.config import Monitor as Monitor
 from distcollect.config import Normalize as Normalize
 from distcollect.config import Staleness as Staleness
@@ -68,6 +69,7 @@ from distcollect.results import EpisodeStats as EpisodeStats
 from distcollect.results import Evaluation as Evaluation
 from distcollect.results import EvaluationStats as EvaluationStats
 from distcollect.results import Frames as Frames
+from distcollect.results import InferenceStats as InferenceStats
 from distcollect.results import Lags as Lags
 from distcollect.results import LagStats as LagStats
 from distcollect.results import LedgerReport as LedgerReport

@@ -191,6 +191,37 @@ class Faults(_Settings):
 
 @suggests_names
 @dataclass(frozen=True)
+class Inference(_Settings):
+    """Where the policy of the workers computes.
+
+    Attributes:
+        where: "worker": each worker has a copy of its own. "host": one process on each host, the
+            inference server, has the only copy and computes the actions of all workers there. They
+            hold no weights, and a push goes to the server alone.
+        batch_size: the most envs in a forward pass of a server; after ``set_seed`` each pass is
+            padded to so many, so that results repeat. None: all envs of the host.
+        num_threads: of a server on a CPU; None: one for each core of its host that the workers
+            leave, at least one. If their envs sleep or wait, give it more.
+    """
+
+    where: str = "host"
+    batch_size: int | None = None
+    num_threads: int | None = None
+
+    def __post_init__(self) -> None:
+        self._check("where", self.where in ("worker", "host"), "use 'worker' or 'host'")
+        for name in ("batch_size", "num_threads"):
+            if getattr(self, name) is not None:
+                self._check_whole(**{name: 1})
+
+    @property
+    def has_servers(self) -> bool:
+        """True if workers ask an inference server."""
+        return self.where == "host"
+
+
+@suggests_names
+@dataclass(frozen=True)
 class EvaluationWorkers(_Settings):
     """Workers that collect nothing, but evaluate the policy in the background.
 

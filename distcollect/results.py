@@ -44,6 +44,25 @@ class WorkerTimes:
 
 
 @dataclass(frozen=True)
+class InferenceStats:
+    """How inference servers answered workers; NaN without an answer.
+
+    Attributes:
+        num_answers: number of answers.
+        queue_s: mean number of seconds from a worker's request until it was computed.
+        forward_s: mean number of seconds that the policy took.
+        num_envs: mean number of envs in the batch that a worker's request was computed in.
+        fill: share of these batches that were envs; the rest was padding.
+    """
+
+    num_answers: int = 0
+    queue_s: float = math.nan
+    forward_s: float = math.nan
+    num_envs: float = math.nan
+    fill: float = math.nan
+
+
+@dataclass(frozen=True)
 class TrainerTimes:
     """How the thread that takes batches spent its time: shares from 0 to 1 that add up to 1.
 
@@ -184,6 +203,7 @@ class _Figures:
     mean_frames_per_s: float = 0.0
     lag: Lags = Lags()
     times: WorkerTimes = WorkerTimes()
+    inference: InferenceStats = InferenceStats()
     num_bytes: int = 0
     num_ready: int = 0
     num_restarts: int = 0
@@ -210,6 +230,7 @@ class WorkerStats(_Figures):
         mean_frames_per_s: mean rate since the first batch was requested.
         lag: policy lags of its delivered frames.
         times: how it spent its time.
+        inference: how an inference server answered it.
         num_bytes: size in bytes of its rollouts that were fetched.
         num_ready: number of its rollouts that are ready and not delivered yet.
         num_restarts: number of times its process was replaced.
@@ -257,6 +278,7 @@ class Stats(_Figures, dict[str, Any]):
         logged: the last value of each name that was passed to ``log()``.
         trainer: how the thread that takes batches spent its time.
         times: how all workers together spent their time.
+        inference: how inference servers answered them.
         num_bytes: size in bytes of all rollouts fetched from workers.
         num_ready: number of rollouts that are ready and not delivered yet.
         mean_ready: the mean of this number over the moments when a batch was requested.

@@ -223,6 +223,7 @@ def main() -> None:
         num_workers=args.num_workers,
         envs_per_worker=args.envs_per_worker,
         staleness=dc.Staleness(MAX_POLICY_LAG),
+        inference=dc.Inference(args.inference),
     )
     bar = tqdm(total=collector.total_frames, unit=" frames", unit_scale=True)
     start = time.monotonic()
@@ -275,6 +276,9 @@ def parse_args() -> argparse.Namespace:
     measure = f"average return over {WINDOW} episodes"
     command = parser(__doc__, split="a worker's envs", measure=measure)
     add = command.add_argument
+    add(
+        "--inference", choices=["worker", "host"], default="worker", help="where actions are chosen"
+    )
     add("--game", default="crazy_climber", help="the game's name in ale-py (%(default)s)")
     command.set_defaults(
         total_frames=250_000,

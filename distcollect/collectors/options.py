@@ -21,7 +21,7 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
-from distcollect.collectors import pickling, validation
+from distcollect.collectors import pickling, serving, validation
 from distcollect.collectors.replay import ReplayBuffer
 from distcollect.collectors.user_code import users_stack_level
 from distcollect.collectors.validation import Devices
@@ -29,6 +29,7 @@ from distcollect.common.tables import counted
 from distcollect.config import (
     EvaluationWorkers,
     Faults,
+    Inference,
     Monitor,
     Normalize,
     Staleness,
@@ -417,6 +418,7 @@ class WorkerOptions(CollectorOptions):
             frame's lag is the number of publications meanwhile: one less than there are
             workers, if each batch is followed by one. Once a worker dies, batches differ.
         evaluation: how many of the workers evaluate the policy instead of collecting.
+        inference: where the policy computes; None: each worker has a copy of its own.
         transport: by what the workers are called: "rpc", torch's RPC, or "tcp", the connections by
             which they join; None: what DISTCOLLECT_TRANSPORT says, else "tcp" where all
             workers are local and for :class:`~distcollect.DistributedDataCollector`, and "rpc" for
@@ -438,6 +440,7 @@ class WorkerOptions(CollectorOptions):
     staleness: Staleness | None = None
     reproducible: bool = False
     evaluation: EvaluationWorkers | None = None
+    inference: Inference | None = None
     transport: str | None = None
     listen: str | None = field(default=None, init=False)
     security: str | None = field(default=None, init=False)
@@ -471,6 +474,8 @@ class WorkerOptions(CollectorOptions):
                 )
         # These check what they are made from.
         _ = self.num_collecting, self.updater, self.transport_name
+        if self.servers:
+            serving.check(self)
         if not load("rounding of frames")(self.makers):
             validation.num_steps(self, self.envs_per_worker)
         if len(self.factories) not in (0, 1, self.num_to_start):
@@ -520,6 +525,12 @@ class WorkerOptions(CollectorOptions):
     def evaluating(self) -> range:
         """The ids of the workers that evaluate."""
         return range(self.num_collecting, self.num_to_start)
+
+    @property
+    def servers(self) -> range:
+        """The slots of inference servers."""
+        has_servers = self.inference is not None and self.inference.has_servers
+        return range(self.num_to_start, self.num_to_start + has_servers)
 
     @property
     def rollouts_per_batch(self) -> int:
@@ -584,7 +595,7 @@ class WorkerOptions(CollectorOptions):
         return tuple(each if has_own_name else f"policy.{each}" for each in patterns)
 
     def pickled_plans(self, *, traces: bool) -> list[PickledPlan]:
-        """The pickled :class:`WorkerPlan` of each worker, by worker_id.
+        """The pickled :class:`WorkerPlan` of each worker, by worker_id, then of servers.
 
         Args:
             traces: whether the workers record what they do when.
@@ -593,8 +604,8 @@ class WorkerOptions(CollectorOptions):
             PolicyNotSendable: the policy can't be pickled.
             ArgumentError: another argument can't be pickled.
         """
-        workers = range(self.num_to_start)
-        return pickling.pickled_plans([self.plan(each, traces=traces) for each in workers])
+        plans = [self.plan(each, traces=traces) for each in range(self.num_to_start)]
+        return serving.pickled_plans(self, plans) if self.servers else pickling.pickled_plans(plans)
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,6 +18,7 @@ from distcollect.common.tables import counted
 from distcollect.config import (
     EvaluationWorkers,
     Faults,
+    Inference,
     Monitor,
     Normalize,
     Staleness,
@@ -65,6 +66,7 @@ _TYPES: _Rules = {
     "preemptive_threshold": (_is_number, "a number"),
     "batch_deadline_s": (_is_number, "a number"),
     "evaluation": _settings(EvaluationWorkers),
+    "inference": _settings(Inference),
     "faults": _settings(Faults),
     "monitor": _settings(Monitor),
     "normalize": _settings(Normalize),

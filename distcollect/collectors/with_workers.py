@@ -34,7 +34,7 @@ from distcollect.results import Evaluation, LagStats, Stats, WorkerState
 from distcollect.rollout.header import Rollout
 from distcollect.roster.manager import Workers
 from distcollect.telemetry.recorder import StatsRecorder
-from distcollect.transport.worker_service import EvaluationRequest, WorkerInfo
+from distcollect.transport.worker_service import EvaluationRequest
 from distcollect.weights.broadcast import NoUpdater
 from distcollect.weights.push_handle import PushHandle
 from distcollect.weights.sender import WeightSender
@@ -82,7 +82,7 @@ class WithWorkers(Backend):
         self.publishing_outdates = options.sync or options.staleness is not None
         self.updater = options.updater
         self.workers = Workers(
-            options.num_to_start,
+            options.num_to_start + len(options.servers),
             options.fault_limits,
             # A worker that joins later begins again at the start of the list of makers.
             lambda worker_id: plans[worker_id % len(plans)],
@@ -91,6 +91,7 @@ class WithWorkers(Backend):
             placer=options.placer,
             transport=options.transport_name,
             security=options.security,
+            servers=options.servers,
         )
         if options.placer is not None:
             close_first_at_exit()
@@ -107,9 +108,10 @@ class WithWorkers(Backend):
     def _connect(self) -> None:
         """Build what drives the workers, and have the workers' manager report to the pool."""
         options, workers = self._options, self.workers
-        probe: WorkerInfo = next(iter(workers.worker_infos.values()))
+        infos = sorted(workers.worker_infos.items())
+        probe, layout = next((i, i.layout) for _, i in infos if i.layout is not None)
         timeout_s = options.fault_limits.weights_timeout_s
-        self._use_layout(probe.layout)
+        self._use_layout(layout)
         self._has_weights = bool(probe.weights.entries)
         self.updater.attach(
             UpdaterContext(
@@ -135,6 +137,7 @@ class WithWorkers(Backend):
             staleness=options.staleness,
             failure_sink=workers,
             stats_recorder=self._stats_recorder,
+            served_by={w: i.server for w, i in infos if i.server is not None},
         )
         self.publisher = Publisher(
             self.pool,
@@ -191,7 +194,7 @@ class WithWorkers(Backend):
             waits_for_missing=options.fault_limits.missing_share == "replacement",
             preemptive_threshold=options.preemptive_threshold,
             deadline_s=options.batch_deadline_s,
-            reserved=frozenset(options.evaluating),
+            reserved=frozenset([*options.evaluating, *options.servers]),
             in_turn=options.reproducible,
             first_env=identity().trainer * _ENVS_PER_TRAINER,
         )
@@ -213,7 +216,8 @@ class WithWorkers(Backend):
         return sum(map(len, cores.values()))
 
     def _snapshot(self, known: Stats) -> Stats:
-        states = {worker_id: state.value for worker_id, state in self.workers.states.items()}
+        servers = self._options.servers
+        states = {w: state.value for w, state in self.workers.states.items() if w not in servers}
         if known.ended:
             states = dict.fromkeys(states, WorkerState.LEFT.value)
         return self._stats_recorder.snapshot(

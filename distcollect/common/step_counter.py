@@ -49,6 +49,7 @@ class Task(enum.IntEnum):
     CALL = 3  # a method of the envs that the user called
     SET_UP = 4  # taking a seed, or the state of an earlier run
     HOOK = 5  # a hook of the user's, before or after a rollout
+    SERVE = 6  # computing actions for workers
 
 
 _RECENT_FAULTS = 20

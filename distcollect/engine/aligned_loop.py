@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 from gymnasium.spaces import Box
@@ -109,10 +110,11 @@ class AlignedLoop:
             self._end_episodes(slab, step, result)
             return num_rows if real is None else int(np.count_nonzero(real))
 
+        is_local = self.engine.options.link is None
         return self.engine.make_steps(
             slab,
             num_steps,
-            choose=choose,
+            choose=choose if is_local else partial(self.engine.choose_elsewhere, slab, choose),
             step_envs=envs.step,
             record=record,
             recover=lambda step, faulted: self._recover(slab, step, policy, faulted),
@@ -185,6 +187,7 @@ class AlignedLoop:
             column[rows, step] = self.current[key][rows]
         before = {key: array.copy() for key, array in obs.items()}
         chosen, written = policy(rows)
+        slab.policy_version[rows, step] = self.engine.weights.version
         # The policy may have changed its input in place; other rows' is still to be recorded.
         for key, array in obs.items():
             array[:] = before[key]

@@ -19,6 +19,7 @@ from distcollect.engine.interrupts import Interrupts, Stopped
 from distcollect.engine.plan import WorkerPlan
 from distcollect.envs.base import Envs
 from distcollect.errors import EnvError, PolicyError
+from distcollect.policy.base import Woken
 from distcollect.policy.calling import moved
 from distcollect.policy.live_weights import LiveWeights
 from distcollect.policy.weight_layout import published
@@ -33,6 +34,7 @@ W = TypeVar("W")
 # Why the frames of a rollout are lost, by what ended it: the first that it is.
 _CAUSES: dict[type[BaseException], str] = {
     Stopped: "shut_down",
+    Woken: "shut_down",
     PolicyError: "policy_failed",
     Exception: "env_failed",
     BaseException: "interrupted",  # Ctrl-C, or an exit
@@ -75,6 +77,9 @@ class EngineBase(ABC):
         self.step_timer = StepTimer(envs.num_envs, plan.metrics, traces=plan.traces)
         self.recovery = EnvRecovery(envs, self.counter, plan.max_env_faults)
         self.interrupts = Interrupts()
+        if plan.link is not None:
+            self.weights = plan.link.weights
+            self.interrupts.on_request = plan.link.ring
         self.frames_before = 0
         self._reset_due = False
         self._num_kept = 0  # frames in the rollouts that are complete
@@ -289,11 +294,13 @@ class EngineBase(ABC):
             timed = step >= due
             if timed:
                 begin = clock_ns()
-            action = choose(step)
-            if timed:
-                middle = clock_ns()
             try:
+                action = choose(step)
+                if timed:
+                    middle = clock_ns()
                 result = step_envs(action)
+            except Woken:
+                continue
             except EnvError as error:
                 following = recover(step, error)
                 if following is None:
@@ -306,6 +313,18 @@ class EngineBase(ABC):
             cells[STEPPED] += record(step, result)
             step += 1
         return step
+
+    def choose_elsewhere(self, slab: AnySlab, choose: Callable[[int], V], step: int) -> V:
+        """Choose by way of another process, whose answer says which version it has used."""
+        before = self.weights.version
+        try:
+            action = choose(step)
+        except Woken:
+            self.interrupts.pending = True
+            raise
+        if before != self.weights.version:
+            slab.policy_version[:, step:] = self.weights.version
+        return action
 
     @abstractmethod
     def _collect(self, slab: Any, *, random: bool, fresh: bool) -> None:

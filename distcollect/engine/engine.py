@@ -21,6 +21,7 @@ from distcollect.engine.trajectories import Trajectories
 from distcollect.envs.bad_actions import check_actions
 from distcollect.envs.base import EnvBatch, Faulted
 from distcollect.errors import ArgumentError, PolicyError
+from distcollect.inference.remote_policy import RemotePolicy
 from distcollect.policy.base import Policy
 from distcollect.policy.noise import OrnsteinUhlenbeckNoise, wrappers_of
 from distcollect.policy.normalize import Normalizer
@@ -65,6 +66,16 @@ class Engine(EngineBase):
             normalizer.bind(leaves_of(envs.observation_space, "observation"))
         if plan.policy is None:
             self._policy = RandomPolicy(envs.action_space, envs.num_ready)
+        elif plan.link is not None:
+            self._policy = RemotePolicy(
+                plan.link,
+                plan.policy,
+                envs.obs,
+                envs.leaves,
+                envs.observation_space,
+                action_space=envs.action_space,
+                exploration=plan.exploration,
+            )
         else:
             self._policy = UserPolicy(
                 plan.policy,
@@ -79,6 +90,8 @@ class Engine(EngineBase):
         _check_options(plan, envs)
         envs.limit_frames(plan.max_frames_per_traj)
         super().__init__(envs, plan, counter)
+        if isinstance(self._policy, RemotePolicy):
+            self._policy.on_answer = self.step_timer.answered
         state = self._policy.state
         self._random_policy = RandomPolicy(envs.action_space, envs.num_ready, state)
         self._seeds: Sequence[int] | None = None  # of the next reset

@@ -39,10 +39,12 @@ class Interrupts:
     Attributes:
         pending: there is something to do before the next step, see :meth:`handle`. The hot loop
             reads it without the lock.
+        on_request: called by :meth:`stop`, :meth:`preempt` and :meth:`add_job`, after that.
     """
 
     def __init__(self) -> None:
         self.pending = False
+        self.on_request: Callable[[], object] = lambda: None
         self._phase = Phase.IDLE
         self._number = -1  # of the rollout that is collected
         self._preempted = -1  # of the last rollout that was preempted
@@ -60,6 +62,7 @@ class Interrupts:
         with self._lock:
             self._phase = Phase.STOPPED
             self.pending = True
+        self.on_request()
 
     def preempt(self, number: int | None = None) -> None:
         """End a rollout early.
@@ -73,12 +76,14 @@ class Interrupts:
             if self._phase is Phase.COLLECTING and number in (None, self._number):
                 self._phase = Phase.ENDING
                 self.pending = True
+        self.on_request()
 
     def add_job(self, job: Callable[[], None]) -> None:
         """Run ``job`` before the next step, or in the next :meth:`run_jobs`."""
         with self._lock:
             self._jobs.append(job)
             self.pending = True
+        self.on_request()
 
     def run_jobs(self) -> None:
         """Run what :meth:`add_job` was given."""

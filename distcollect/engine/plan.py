@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from distcollect.errors import PolicyError
+from distcollect.inference.link import Link
+from distcollect.inference.protocol import Serving
 from distcollect.policy.base import Exploration
 from distcollect.policy.normalize import Normalizer
 from distcollect.policy.weight_layout import STATISTICS
@@ -49,6 +51,8 @@ class WorkerPlan:
         check_nan: raise where observations or rewards are NaN or infinite.
         swap_within_rollouts: use new weights from the next step on; False: from the next rollout.
         exact_version: collect each rollout with the version that the request names.
+        serving: the process is an inference server, or served by one; None: neither.
+        link: a served worker's way to the server, which its process makes.
     """
 
     create_env_fn: Any
@@ -76,6 +80,8 @@ class WorkerPlan:
     check_nan: bool = True
     swap_within_rollouts: bool = True
     exact_version: bool = False
+    serving: Serving | None = None
+    link: Link | None = None
 
     @property
     def normalizer(self) -> Normalizer | None:

@@ -62,6 +62,7 @@ _TEXTS = {
     Task.CALL: "a method of its envs that was called did not end within {:.1f} s",
     Task.SET_UP: "it did not take a seed or a state within {:.1f} s",
     Task.HOOK: "a pre_collect_hook or post_collect_hook did not end within {:.1f} s",
+    Task.SERVE: "its policy chose no actions within {:.1f} s",
 }
 
 

@@ -188,6 +188,7 @@ class WorkerSettings:
         start_timeout_s: by then after its start it has to be ready.
         step_timeout_s: its watchdog ends it when no step is finished for so long; None: never.
         max_bytes: its watchdog reports more memory than this; None: never.
+        is_server: it is an inference server.
     """
 
     collector: int = 1
@@ -196,11 +197,13 @@ class WorkerSettings:
     start_timeout_s: float = 0.0
     step_timeout_s: float | None = None
     max_bytes: int | None = None
+    is_server: bool = False
 
 
-def worker_name(worker_id: int, collector: int) -> str:
+def worker_name(worker_id: int, collector: int, *, is_server: bool = False) -> str:
     """Name a worker in the log; a collector that is open alone is not named."""
-    return f"worker {worker_id}" + (f" of collector {collector}" if collector > 1 else "")
+    role = "inference server" if is_server else "worker"
+    return f"{role} {worker_id}" + (f" of collector {collector}" if collector > 1 else "")
 
 
 @dataclass(frozen=True)
@@ -298,7 +301,8 @@ class WorkerBoot:
     @property
     def name(self) -> str:
         """Its name in the log."""
-        return worker_name(self.worker_id, self.settings.collector)
+        settings = self.settings
+        return worker_name(self.worker_id, settings.collector, is_server=settings.is_server)
 
 
 def to_bytes(message: Message) -> bytes:

@@ -149,6 +149,13 @@ def is_discrete(distribution: Distribution) -> bool:
 PolicyOutput: TypeAlias = tuple[Sequence[np.ndarray], Sequence[np.ndarray]]
 
 
+class Woken(Exception):
+    """A policy that waits for another process was told that there is something else to do first.
+
+    Nothing has changed: it can be called again.
+    """
+
+
 class Policy(ABC):
     """Chooses the actions of n envs at once.
 

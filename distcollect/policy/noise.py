@@ -6,6 +6,7 @@ off, and has a :class:`NoiseProcess` change the actions that the policy chose.
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -288,6 +289,22 @@ def wrappers_of(policy: Any) -> list[ExplorationNoise]:
         found.append(policy)
         policy = policy.policy
     return found
+
+
+def noises_of(policy: Any, space: gym.Space[Any], num_envs: int, draw: Draw) -> list[NoiseProcess]:
+    """Return what the wrappers around a policy do to its actions, in their order.
+
+    See :meth:`ExplorationNoise.process`.
+    """
+    return [each.process(space, num_envs, draw) for each in reversed(wrappers_of(policy))]
+
+
+def with_noise_of(policy: Any, other: Callable[..., Any]) -> Any:
+    """Return ``other`` in wrappers like those around a policy."""
+    for wrapper in reversed(wrappers_of(policy)):
+        other, inner = copy.copy(wrapper), other
+        other.policy = inner
+    return other
 
 
 def without_noise(policy: Any) -> Any:

@@ -28,19 +28,24 @@ class SplitMixStreams:
 
     A number depends only on the env's seed, the number of its frame, and how many numbers were
     drawn in that frame before. It does not depend on n, or on how many are computed ahead.
+
+    Attributes:
+        num_envs: n.
+        num_drawn: how many numbers each env has drawn in this frame.
     """
 
-    def __init__(self, seeds: Sequence[int]) -> None:
+    def __init__(self, seeds: Sequence[int] | np.ndarray) -> None:
         """Begin one stream for each of n envs.
 
         Args:
-            seeds: n numbers below 2**64; equal seeds give equal streams.
+            seeds: n numbers below 2**64; equal seeds give equal streams. With :attr:`states` of
+                other streams, these go on as those do.
         """
         self.num_envs = len(seeds)
         # uint64 [n, 1]: the states at the begin of the first frame of those computed ahead.
-        self._states = np.array(seeds, np.uint64)[:, None].copy()
+        self._states = np.array(seeds, np.uint64)[:, None]
         self._frame = 0  # the current one of these
-        self._num_drawn = 0  # numbers of each env in this frame
+        self.num_drawn = 0
         self._most_drawn = 0  # and in any frame so far
         self._compute_ahead()
 
@@ -49,12 +54,12 @@ class SplitMixStreams:
 
         The numbers of other rows repeat, and must not be used, until their next frame.
         """
-        self._most_drawn = max(self._most_drawn, self._num_drawn)
-        self._num_drawn = 0
+        self._most_drawn = max(self._most_drawn, self.num_drawn)
+        self.num_drawn = 0
         if rows is None and self._frame + 1 < self._num_ahead:
             self._frame += 1
             return
-        self._states = self._current_states()
+        self._states = self.states
         self._states[slice(None) if rows is None else rows] += np.uint64(STRIDE)
         self._frame = 0
         self._compute_ahead()
@@ -78,12 +83,12 @@ class SplitMixStreams:
 
         It is computed for all frames ahead when the first of them needs it.
         """
-        first = self._num_drawn
+        first = self.num_drawn
         count = num_each * (math.prod(shape) // self.num_envs)
-        self._num_drawn = last = first + count
+        self.num_drawn = last = first + count
         if last > self._per_frame or not self._num_ahead:
             places = np.arange(first, last, dtype=np.uint64) * np.uint64(GOLDEN)
-            return function(_mix(self._current_states() + places)).reshape(shape)
+            return function(_mix(self.states + places)).reshape(shape)
         ahead = self._made_ahead.get((function, first, last))
         if ahead is None:
             ahead = function(self._bits_ahead[..., first:last])
@@ -91,7 +96,8 @@ class SplitMixStreams:
         of_frame: np.ndarray = ahead[self._frame]
         return of_frame.reshape(shape)
 
-    def _current_states(self) -> np.ndarray:
+    @property
+    def states(self) -> np.ndarray:
         """uint64 ``[n, 1]``: the states at the begin of this frame."""
         states: np.ndarray = self._states + np.uint64(self._frame * STRIDE % 2**64)
         return states

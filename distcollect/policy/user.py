@@ -13,7 +13,7 @@ from tensordict.nn import set_interaction_type
 from distcollect.errors import PolicyError
 from distcollect.policy.base import Exploration, Policy, PolicyOutput
 from distcollect.policy.calling import Inputs, calling_convention, moved, raised
-from distcollect.policy.noise import without_noise, wrappers_of
+from distcollect.policy.noise import noises_of, without_noise
 from distcollect.policy.normalize import Normalizer
 from distcollect.policy.outputs import OutputReader, Read
 from distcollect.policy.per_env_rng import PerEnvRng
@@ -57,18 +57,15 @@ class UserPolicy(Policy):
         """
         num_envs = len(next(iter(observation.values())))
         self._random = RandomPolicy(action_space, num_envs)  # of noise
-        wrappers, policy = wrappers_of(policy), without_noise(policy)
-        noises = [
-            wrapper.process(action_space, num_envs, lambda rows: self._random(rows)[0])
-            for wrapper in reversed(wrappers)
-        ]
+        noises = noises_of(policy, action_space, num_envs, lambda rows: self._random(rows)[0])
         self.noises = noises if exploration is Exploration.RANDOM else []
+        policy = without_noise(policy)
         self.module = module_of(policy)
         if self.module is not None and device is not None:
             self.module = moved(self.module, device)
         self._exploration = exploration
         self._needs_autograd = shared
-        self._rng: PerEnvRng | None = None  # None: torch's own generators
+        self._rng: PerEnvRng | None = None
         self._inputs = Inputs(observation, self.module, device, normalizer)
         self.state = state_of(policy, self._inputs.tensors, self.exploring())
         if self.state is not None:
@@ -84,7 +81,7 @@ class UserPolicy(Policy):
             input_keys=self._inputs.tensors,
             state=() if self.state is None else self.state.entries,
             exploration=exploration,
-            is_noisy=bool(wrappers),
+            is_noisy=bool(noises),
             state_at_root=() if self.state is None else self.state.at_root,
         )
 
@@ -93,10 +90,14 @@ class UserPolicy(Policy):
         return self._outputs.extras
 
     def seed(self, seeds: Sequence[int]) -> None:
-        self._rng = PerEnvRng(seeds)
+        self.draw_from(PerEnvRng(seeds))
         self._random.seed(seeds)
+
+    def draw_from(self, rng: PerEnvRng | None) -> None:
+        """Draw from these streams from now on; None: from torch's own generators."""
+        self._rng = rng
         if self.state is not None:
-            self.state.drawing = self._rng.drawing
+            self.state.drawing = contextlib.nullcontext if rng is None else rng.drawing
 
     @contextlib.contextmanager
     def exploring(self) -> Iterator[None]:

@@ -101,6 +101,7 @@ class Pool(MembershipObserver):
         failure_sink: FailureSink,
         staleness: Staleness | None = None,
         stats_recorder: StatsRecorder | None = None,
+        served_by: Mapping[int, int] | None = None,
         wait: Callable[[Wakeup, Callable[[], bool], float], bool] = Wakeup.wait_until,
     ) -> None:
         """Collect what ``plan`` says from the workers that :meth:`join` names.
@@ -112,6 +113,8 @@ class Pool(MembershipObserver):
             failure_sink: is told of workers that failed, or that owe nothing more and may leave.
             staleness: which frames are too old, and what becomes of them.
             stats_recorder: what to count in; None: counts are not kept.
+            served_by: worker_id to the inference server that has its policy; the others have their
+                own.
             wait: by which the user's threads wait: as :meth:`.Wakeup.wait_until`.
         """
         self.version = 0
@@ -120,6 +123,7 @@ class Pool(MembershipObserver):
         self._plan = plan
         self._failure_sink = failure_sink
         self._stats_recorder = stats_recorder or StatsRecorder()
+        self.served_by = served_by or {}
         self._wait = wait
         self._waiting: list[Wakeup] = []  # of the user's threads
         self._loop = EventLoop(self.fail)
@@ -129,7 +133,7 @@ class Pool(MembershipObserver):
             transport,
             failure_sink,
             self._stats_recorder,
-            acknowledged=sender.acknowledged,
+            acknowledged=self._acknowledged_by,
             post=self._loop.post,
             clock=clock_ns,
             deliver=self._deliver,
@@ -147,8 +151,9 @@ class Pool(MembershipObserver):
     @property
     def worker_ids(self) -> tuple[int, ...]:
         """The workers' ids in order, with those that are being replaced."""
+        servers = {*self.served_by.values()}
         with self._lock:
-            return self._core.slots.worker_ids
+            return tuple(w for w in self._core.slots.worker_ids if w not in servers)
 
     @property
     def present(self) -> tuple[int, ...]:
@@ -173,7 +178,14 @@ class Pool(MembershipObserver):
     @property
     def acknowledged(self) -> dict[int, int]:
         """worker_id to the newest version that it has."""
-        return {worker_id: self._sender.acknowledged(worker_id) for worker_id in self.worker_ids}
+        return {worker_id: self._acknowledged_by(worker_id) for worker_id in self.worker_ids}
+
+    def _acknowledged_by(self, worker_id: int) -> int:
+        return self._sender.acknowledged(self.served_by.get(worker_id, worker_id))
+
+    def _with_served(self, holder: int) -> list[int]:
+        """Whose actions are chosen by the policy in a slot: the slot itself, or those it serves."""
+        return [holder, *(w for w, server in self.served_by.items() if server == holder)]
 
     @property
     def stale_frames(self) -> dict[int, int]:
@@ -214,8 +226,13 @@ class Pool(MembershipObserver):
         with self._lock:
             if self._core.closed:
                 return
-            self._stats_recorder.joined(worker_id, incarnation)
-            newest = self._sender.welcome(worker_id, peer)
+            server = self.served_by.get(worker_id)
+            if worker_id not in self.served_by.values():
+                self._stats_recorder.joined(worker_id, incarnation)
+            if server is None:
+                newest = self._sender.welcome(worker_id, peer)
+            else:
+                newest = self._core.versions.newest(server)
             self._loop.post(self._core.worker_joined, worker_id, incarnation, peer, newest)
         if not newest:  # else it is told when the worker has that version
             self.on_weights(worker_id, 0)
@@ -231,7 +248,8 @@ class Pool(MembershipObserver):
                 return
             lost = partial(self._core.worker_lost, replaced=replaced)
             self._loop.post(lost, worker_id, incarnation)
-        self._sender.forget(worker_id, replaced=replaced)
+        if worker_id not in self.served_by:
+            self._sender.forget(worker_id, replaced=replaced)
 
     def account(self, worker_id: int, incarnation: int, cause: str, stepped: int | None) -> None:
         """Settle the frames of a process that is gone."""
@@ -421,9 +439,10 @@ class Pool(MembershipObserver):
 
     def _publish(self, flat: torch.Tensor, worker_ids: Sequence[int] | None) -> PushHandle:
         self._check()
-        selected = self.worker_ids if worker_ids is None else tuple(worker_ids)
+        given = self.worker_ids if worker_ids is None else worker_ids
+        selected = tuple(dict.fromkeys(self.served_by.get(w, w) for w in given))
         self.version += 1
-        self._core.published(self.version, selected)
+        self._core.published(self.version, [w for h in selected for w in self._with_served(h)])
         # In the event loop, so that versions come to the sender in their order.
         return self._sender.publish(flat, self.version, selected)
 
@@ -431,7 +450,8 @@ class Pool(MembershipObserver):
         with self._lock:
             if self._core.closed or self._failure is not None:
                 return
-            self._loop.post(self._core.acknowledged, worker_id)
+            for each in self._with_served(worker_id):
+                self._loop.post(self._core.acknowledged, each)
         self.on_weights(worker_id, version)
 
     def _left_out(self, worker_id: int, error: DistCollectError) -> None:

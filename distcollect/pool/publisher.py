@@ -77,11 +77,26 @@ class Publisher:
         """
         if worker_ids is None:
             worker_ids = self._updater.all_worker_ids()
-        return self._publish(source, self.selected(worker_ids, last))
+        selected = self.selected(worker_ids, last)
+        if not isinstance(worker_ids, str):
+            self._check_servers(selected)
+        return self._publish(source, selected)
+
+    def _check_servers(self, selected: Collection[int]) -> None:
+        """Raise ArgumentError if a server would get weights for some of its workers only."""
+        served_by = self._pool.served_by
+        for server in {*served_by.values()}:
+            its_workers = {w for w in self._pool.worker_ids if served_by.get(w) == server}
+            if its_workers.intersection(selected) and not its_workers.issubset(selected):
+                raise ArgumentError(
+                    f"worker_ids={sorted(selected)}: workers {sorted(its_workers)} have one policy,"
+                    " in the inference server of their host: name all of them, or none"
+                )
 
     def _publish(self, source: Weights | None, worker_ids: Sequence[int]) -> PushHandle | None:
         """Publish to these workers, of whom some may have left meanwhile."""
-        selected = [w for w in worker_ids if not self._updater._skip_update(w)]  # noqa: SLF001 - the name that TorchRL has
+        holders = dict.fromkeys(self._pool.served_by.get(w, w) for w in worker_ids)
+        selected = [w for w in holders if not self._updater._skip_update(w)]  # noqa: SLF001 - the name that TorchRL has
         sends = bool(self._layout.entries and selected)
         if source is None and not sends:
             return None

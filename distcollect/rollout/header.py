@@ -31,6 +31,11 @@ class WorkReport(NamedTuple):
             no episode ended, or there are no metrics.
         rests: ids of trajectories with frames in the rollout that are only the rest of an episode:
             what came before was dropped.
+        queue_ns: of all answers of an inference server, the time from the request to the pass.
+        forward_ns: the time that these passes took.
+        num_answers: how many answers.
+        num_rows: rows in these passes.
+        num_computed: the same with padding.
     """
 
     busy_ns: int = 0
@@ -43,6 +48,11 @@ class WorkReport(NamedTuple):
     lengths: tuple[int, ...] = ()
     metrics: Mapping[str, tuple[float, ...]] | None = None
     rests: tuple[int, ...] = ()
+    queue_ns: int = 0
+    forward_ns: int = 0
+    num_answers: int = 0
+    num_rows: int = 0
+    num_computed: int = 0
 
 
 NO_WORK = WorkReport()

@@ -12,10 +12,10 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, Concatenate, ParamSpec
+from typing import Any
 
 from distcollect.common.peer_ids import identity
 from distcollect.common.process_exit import ProcessExit
@@ -52,6 +52,7 @@ from distcollect.results import WorkerState
 from distcollect.roster.interfaces import MembershipObserver
 from distcollect.roster.membership import PRESENT, Membership, MembershipCommand, Ping, Start
 from distcollect.roster.plans import PlanSender
+from distcollect.roster.posted import posted
 from distcollect.roster.process import Process, ProcessKey, message_of
 from distcollect.roster.start_report import start_report
 from distcollect.roster.status import Status
@@ -67,21 +68,6 @@ log = logging.getLogger(__name__)
 EXIT_TIMEOUT_S = 2.0
 
 
-P = ParamSpec("P")
-
-
-def _posted(
-    method: Callable[Concatenate[Lifecycle, P], None],
-) -> Callable[Concatenate[Lifecycle, P], None]:
-    """Let a method be called on any thread: the supervision thread runs it."""
-
-    def post(self: Lifecycle, /, *args: P.args, **kwargs: P.kwargs) -> None:
-        self._post(partial(method, self, *args, **kwargs))
-
-    post.__doc__ = method.__doc__
-    return post
-
-
 class Lifecycle(HostEvents):
     """Starts, probes, watches, replaces and ends worker processes.
 
@@ -89,6 +75,7 @@ class Lifecycle(HostEvents):
     :meth:`admit` answers at once.
 
     Attributes:
+        post: has the supervision thread call a function.
         processes: those that are not accounted for yet.
         gpus: worker_id to the name of the GPU that has its policy, "" for the CPU.
     """
@@ -105,6 +92,7 @@ class Lifecycle(HostEvents):
         post: Callable[[Callable[[], None]], None],
         end_launch: Callable[[], None],
         collector: int = 1,
+        servers: Collection[int] = (),
     ) -> None:
         """Nothing is started before :meth:`check`.
 
@@ -118,6 +106,7 @@ class Lifecycle(HostEvents):
             post: has the supervision thread call a function.
             end_launch: called when the trainer's ``main()`` is done.
             collector: the number of its collector among those that are open in this process.
+            servers: the slots of inference servers.
         """
         self._hosts = hosts
         self._transport = transport
@@ -125,9 +114,10 @@ class Lifecycle(HostEvents):
         self._plan_for = plan_for
         self._status = status
         self._num_first = num_first
-        self._post = post
+        self.post = post
         self._end_launch = end_launch
         self._collector = collector
+        self._servers = servers
         self._plan_sender = PlanSender(transport, post)
         self._membership = Membership(
             faults.silence_timeout_s,
@@ -213,6 +203,7 @@ class Lifecycle(HostEvents):
             start_timeout_s=self._faults.start_timeout_s,
             step_timeout_s=self._faults.step_timeout_s,
             max_bytes=self._faults.max_worker_bytes,
+            is_server=worker_id in self._servers,
         )
         try:
             self._hosts.spawn(Spawn(worker_id, incarnation, settings, env))
@@ -247,13 +238,13 @@ class Lifecycle(HostEvents):
         elif isinstance(message, Leaving):
             self.leave(process.worker_id)
 
-    @_posted
+    @posted
     def closed(self, connection: Connection) -> None:
         process = self._claimed_by(connection)
         if process is not None and process.connection is connection:
             self._lose(process)
 
-    @_posted
+    @posted
     def refused(self, hello: Hello | None, reason: str) -> None:
         if hello is None:
             log.warning("refused a process that wanted to join: %s", reason)
@@ -275,7 +266,7 @@ class Lifecycle(HostEvents):
         elif self._status.is_starting:
             self.fail(error)
 
-    @_posted
+    @posted
     def _connect(self, process: Process, message: Reachable) -> None:
         """A process can be reached: have it make and try out its envs and policy."""
         if self._status.is_stopping or not self._membership.joined(*process.key):
@@ -284,14 +275,15 @@ class Lifecycle(HostEvents):
         plan = self._plan_for(process.worker_id)
         self._plan_sender.send(process.peer, plan, partial(self._probed, process))
 
-    @_posted
+    @posted
     def _probed(self, process: Process, answer: Future[WorkerInfo]) -> None:
         error = answer.exception()
         if error is not None:
             self._fail_process(process, error)
             return
         info = answer.result()
-        first = next(iter(self._status.worker_infos.values()), info)
+        others = [each for each in self._status.worker_infos.values() if each.layout is not None]
+        first = next(iter(others), info) if info.layout is not None else info
         if (info.layout, info.weights) != (first.layout, first.weights):
             message = f"its frames or weights differ from the others': {info} instead of {first}"
             self._fail_process(process, PolicyError(message, worker_id=process.worker_id))
@@ -306,10 +298,10 @@ class Lifecycle(HostEvents):
             self._status.worker_infos.setdefault(process.worker_id, info)
             self._status.processes[process.worker_id] = hello.pid, hello.host
         if self._is_observed:
-            log.info("%s is ready%s", self._name(process), process.where)
+            log.info("%s is ready%s", self._name(process.worker_id), process.where)
         self._observer.join(process.worker_id, process.incarnation, process.peer)
 
-    @_posted
+    @posted
     def observe(self, observer: MembershipObserver) -> None:
         """Report to ``observer`` from now on; first the workers that are there."""
         self._observer, self._is_observed = observer, True
@@ -320,7 +312,7 @@ class Lifecycle(HostEvents):
                 observer.lose(worker_id, -1, replaced=True)
         for process in list(self.processes.values()):
             if process.info is not None and not process.is_over:
-                log.info("%s is ready%s", self._name(process), process.where)
+                log.info("%s is ready%s", self._name(process.worker_id), process.where)
                 observer.join(process.worker_id, process.incarnation, process.peer)
 
     def report_start(self, elapsed_s: float) -> None:
@@ -339,7 +331,7 @@ class Lifecycle(HostEvents):
 
         self._transport.ping(process.peer).add_done_callback(answered)
 
-    @_posted
+    @posted
     def report(
         self, worker_id: int, incarnation: int, error: BaseException, *, is_final: bool = False
     ) -> None:
@@ -360,11 +352,11 @@ class Lifecycle(HostEvents):
 
     # Slots, and leaving in order.
 
-    @_posted
+    @posted
     def slot_opened(self, worker_id: int) -> None:
         self._membership.open(worker_id, time.monotonic())
 
-    @_posted
+    @posted
     def leave(self, worker_id: int) -> None:
         """A worker is to leave for good, once it owes the pool nothing."""
         self._membership.leave(worker_id, self._faults.leave_timeout_s, time.monotonic())
@@ -376,7 +368,7 @@ class Lifecycle(HostEvents):
         else:
             self._drain(process)
 
-    @_posted
+    @posted
     def memory_exceeded(self, worker_id: int, incarnation: int, num_bytes: int) -> None:
         process = self.processes.get((worker_id, incarnation))
         # If it isn't ready, or the pool isn't there yet, this is reported again later.
@@ -390,7 +382,7 @@ class Lifecycle(HostEvents):
         log.warning(
             "%s takes %.2f GB of memory, more than Faults(max_worker_bytes=%s): it is replaced "
             "after its rollout",
-            self._name(process),
+            self._name(process.worker_id),
             num_bytes / 1e9,
             self._faults.max_worker_bytes,
         )
@@ -401,7 +393,7 @@ class Lifecycle(HostEvents):
         self._observer.leave(*process.key)
         return True
 
-    @_posted
+    @posted
     def drained(self, worker_id: int, incarnation: int) -> None:
         """A process that is to leave owes the pool nothing any more."""
         limit_s = self._faults.leave_timeout_s
@@ -411,7 +403,7 @@ class Lifecycle(HostEvents):
             connection.send(Stop())
             connection.send(Exit())
 
-    @_posted
+    @posted
     def slot_closed(self, worker_id: int) -> None:
         self._membership.close(worker_id)
         process = self._current(worker_id)
@@ -420,7 +412,7 @@ class Lifecycle(HostEvents):
         elif process.connection is None:
             self._lose(process)  # its supervisor may have ended before it started the process
 
-    @_posted
+    @posted
     def slot_given_up(self, worker_id: int, reason: str) -> None:
         self._given_up[worker_id] = reason
         if self._status.is_stopping:
@@ -430,7 +422,7 @@ class Lifecycle(HostEvents):
             return
         # Else the end of its process is still to be told, with this reason.
         if all(process.worker_id != worker_id for process in self.processes.values()):
-            log.warning("%s is not replaced: %s", worker_name(worker_id, self._collector), reason)
+            log.warning("%s is not replaced: %s", self._name(worker_id), reason)
         if fatal := self._fatal(worker_id, WorkerLost(reason, worker_id=worker_id)):
             self.fail(fatal)
 
@@ -465,7 +457,7 @@ class Lifecycle(HostEvents):
         joins = self._membership.state(worker_id) is WorkerState.JOINING
         self._observer.lose(*process.key, replaced=joins and not self._status.is_stopping)
 
-    @_posted
+    @posted
     def exited(self, worker_id: int, incarnation: int, process_exit: ProcessExit) -> None:
         process = self.processes.get((worker_id, incarnation))
         if process is not None:
@@ -494,15 +486,16 @@ class Lifecycle(HostEvents):
             return
         fatal = failure if process.ends_run else self._fatal(worker_id, failure)
         if left:
-            log.info("%s has left%s", self._name(process), process.where)
+            log.info("%s has left%s", self._name(process.worker_id), process.where)
         elif not process.is_retired:
             outlook = "the run ends" if fatal else self._outlook(worker_id)
-            log.warning("%s is lost: %s; %s", self._name(process), message_of(failure), outlook)
+            name = self._name(worker_id)
+            log.warning("%s is lost: %s; %s", name, message_of(failure), outlook)
         if fatal is not None:
             self.fail(fatal)
 
-    def _name(self, process: Process) -> str:
-        return worker_name(process.worker_id, self._collector)
+    def _name(self, worker_id: int) -> str:
+        return worker_name(worker_id, self._collector, is_server=worker_id in self._servers)
 
     def _outlook(self, worker_id: int) -> str:
         delay_s = self._membership.delay(worker_id, time.monotonic())
@@ -515,9 +508,13 @@ class Lifecycle(HostEvents):
 
     def _fatal(self, worker_id: int, failure: DistCollectError) -> DistCollectError | None:
         """The error by which the run ends, as it can't go on without this worker; None: it can."""
-        hopeful, least = self._membership.num_hopeful, self._faults.min_workers
+        least = self._faults.min_workers
+        hopeful = self._membership.num_hopeful - len(self._servers)
         if isinstance(failure, PolicyError):  # all workers have the same policy
             return failure
+        if worker_id in self._servers:  # without one, its workers can do nothing
+            is_lost = self._membership.state(worker_id) in (WorkerState.LOST, WorkerState.LEFT)
+            return failure if is_lost else None
         if isinstance(failure, EnvError):
             present = any(state in PRESENT for state in self._membership.states.values())
             if not (self._faults.max_env_faults and present and hopeful >= least):

@@ -8,7 +8,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from functools import partial
 
@@ -72,6 +72,7 @@ class Workers:
         placer: PlacerSettings | None = None,
         transport: str = "rpc",
         security: str | None = None,
+        servers: Collection[int] = (),
     ) -> None:
         """Start the workers, and wait until all have joined and were probed.
 
@@ -84,6 +85,7 @@ class Workers:
             placer: a scheduler that starts them.
             transport: the name of the transport.
             security: see :func:`~distcollect.net.tls.check_security`.
+            servers: the slots of inference servers, among ``num_workers``.
 
         Raises:
             ArgumentError: the launch has fewer workers.
@@ -124,6 +126,7 @@ class Workers:
                 post=self._posted.put,
                 end_launch=self.close,
                 collector=self._number,
+                servers=servers,
             )
             on_error.pop_all()
         self.worker_infos = self._status.worker_infos

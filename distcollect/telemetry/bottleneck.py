@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from distcollect.results import Stats, WorkerStats
+from distcollect.results import InferenceStats, Stats, WorkerStats
 
 Bound = Literal["trainer", "env", "policy", "network", "weights", "unknown"]
 
@@ -159,10 +159,20 @@ def _in_words(bound: Bound, stats: Stats) -> tuple[str, str]:
                 "WeightSync(wire_dtype='bfloat16'), changes_only, exclude."
             )
         case _:
-            return "the policy's inference", (
-                "A smaller or compiled policy helps, a GPU for it (policy_device), or more envs "
-                "for each of its calls (envs_per_worker)."
-            )
+            return _on_policy(stats.inference)
+
+
+def _on_policy(served: InferenceStats) -> tuple[str, str]:
+    if not served.num_answers:
+        return "the policy's inference", (
+            "A smaller or compiled policy helps, a GPU for it (policy_device), or more envs for "
+            "each of its calls (envs_per_worker)."
+        )
+    queued, computed = served.queue_s * 1e3, served.forward_s * 1e3
+    return f"the inference server: {queued:.2g} of {queued + computed:.2g} ms queued", (
+        "Fewer workers help, a smaller or compiled policy, a GPU for it (policy_device), or more "
+        "threads (Inference(num_threads=...))."
+    )
 
 
 def _advice_on_envs(stats: Stats) -> str:

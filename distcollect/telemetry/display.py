@@ -79,6 +79,7 @@ def _lines(stats: Stats, height: int) -> list[str]:
         *_evaluation(stats),
         *_logged(stats),
         f"trainer: {trainer or 'nothing yet'}",
+        *_inference(stats),
         ", ".join([*_lost(stats), *rest, f"{stats.num_bytes / 1e6:,.0f} MB fetched"]),
     ]
     if stats.env_faults:
@@ -96,6 +97,14 @@ def _lines(stats: Stats, height: int) -> list[str]:
     if left:
         lines.append("and " + ", ".join(f"{count:,} more {state}" for state, count in left.items()))
     return [*lines, str(find_bottleneck(stats))]
+
+
+def _inference(stats: Stats) -> list[str]:
+    found = stats.inference
+    if not found.num_answers:
+        return []
+    took = f"{found.forward_s * 1e3:,.2f} ms, after {found.queue_s * 1e3:,.2f} ms in the queue"
+    return [f"inference: {found.num_envs:,.1f} envs at once in {took}, {found.fill:.0%} no padding"]
 
 
 def _row(worker_id: int, worker: WorkerStats) -> list[str]:

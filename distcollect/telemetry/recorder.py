@@ -20,6 +20,7 @@ from distcollect.results import (
     Evaluation,
     EvaluationStats,
     Frames,
+    InferenceStats,
     Lags,
     LedgerReport,
     Stats,
@@ -32,7 +33,9 @@ from distcollect.telemetry.trace import PushTimes, Trace
 
 Activity = Literal["train", "collect", "weights", "transfer", "assemble"]
 
-_TIMES = [name for name in WorkReport._fields if name.endswith("_ns")]
+_SUMS = [
+    name for name in WorkReport.__annotations__ if name.endswith("_ns") or name.startswith("num_")
+]
 _RECENT_EPISODES = 100
 _RECENT_FAULTS = 20
 # The recent rate is the rate since the oldest mark in this period.
@@ -169,7 +172,7 @@ class StatsRecorder:
         work = header.work
         with self._lock:
             tally = self._tally(header.worker_id)
-            for name in _TIMES:
+            for name in _SUMS:
                 tally.counts[name] += getattr(work, name)
             tally.counts["num_episodes"] += len(work.returns)
             self._faults.extend(header.faults)
@@ -353,6 +356,7 @@ def _figures(tally: _Tally, fate: Frames, rate: float, elapsed_s: float) -> dict
         "mean_frames_per_s": tally.lags.total() / elapsed_s if elapsed_s else 0.0,
         "lag": Lags(dict(sorted(tally.lags.items()))),
         "times": _times(tally.counts),
+        "inference": _inference(tally.counts),
         "num_bytes": tally.counts["num_bytes"],
         "num_restarts": tally.counts["num_restarts"],
         "num_env_faults": fate.env_faults + tally.counts["evaluation_faults"],
@@ -376,6 +380,18 @@ def _times(ns: Mapping[str, int]) -> WorkerTimes:
         wait=ns["wait_ns"] / total,
         transfer=min(1.0, ns["transfer_ns"] / total),
         cpu=min(1.0, ns["cpu_ns"] / busy) if busy else 0.0,
+    )
+
+
+def _inference(sums: Mapping[str, int]) -> InferenceStats:
+    if not (count := sums["num_answers"]):
+        return InferenceStats()
+    return InferenceStats(
+        count,
+        queue_s=sums["queue_ns"] / 1e9 / count,
+        forward_s=sums["forward_ns"] / 1e9 / count,
+        num_envs=sums["num_rows"] / count,
+        fill=sums["num_rows"] / sums["num_computed"],
     )
 
 

@@ -52,7 +52,7 @@ class StepTimer:
         self.rests: tuple[int, ...] = ()
         self.due = 0
         self.stride = 1
-        self._ns: Counter[str] = Counter()  # by their names in a WorkReport
+        self._sums: Counter[str] = Counter()  # by their names in a WorkReport
         self._began_at = 0
         self._cpu_at = 0
         self._ended_at: int | None = None
@@ -83,13 +83,13 @@ class StepTimer:
         now = self._began_at = clock_ns()
         self._cpu_at = time.thread_time_ns()
         if self._ended_at is not None:
-            self._ns["wait_ns"] += now - self._ended_at
+            self._sums["wait_ns"] += now - self._ended_at
 
     def end(self) -> None:
         """A rollout has ended, complete or not."""
         now = self._ended_at = clock_ns()
-        self._ns["busy_ns"] += now - self._began_at
-        self._ns["cpu_ns"] += time.thread_time_ns() - self._cpu_at
+        self._sums["busy_ns"] += now - self._began_at
+        self._sums["cpu_ns"] += time.thread_time_ns() - self._cpu_at
 
     def restart_wait(self) -> None:
         """Count the wait for the next request from now: until now the worker did something else."""
@@ -98,21 +98,25 @@ class StepTimer:
 
     def timed(self, begin: int, middle: int, end: int, stride: int) -> None:
         """A step was timed: the policy up to ``middle``, then envs; it counts ``stride`` times."""
-        self._ns["policy_ns"] += (middle - begin) * stride
-        self._ns["env_ns"] += (end - middle) * stride
+        self._sums["policy_ns"] += (middle - begin) * stride
+        self._sums["env_ns"] += (end - middle) * stride
         if self._keeps_steps:
             self._steps.append((begin, middle, end))
 
+    def answered(self, **sums: int) -> None:
+        """An inference server has answered; see :class:`WorkReport`."""
+        self._sums.update(sums, num_answers=1)
+
     def swapped(self, begin: int, end: int, version: int) -> None:
         """The newest weights were swapped in; they have this version."""
-        self._ns["swap_ns"] += end - begin
+        self._sums["swap_ns"] += end - begin
         if version != self._version:
             self._version = version
             self._others.append((STEPS, f"swap in version {version}", begin, end))
 
     def was_reset(self, begin: int, end: int) -> None:
         """All envs were reset."""
-        self._ns["env_ns"] += end - begin
+        self._sums["env_ns"] += end - begin
         self._others.append((STEPS, "reset", begin, end))
 
     def received(self, version: int, begin: int, end: int) -> None:
@@ -150,11 +154,11 @@ class StepTimer:
 
     def work(self) -> WorkReport:
         """Return all that was measured since the last call."""
-        ns: Any = self._ns
-        self._ns = Counter()
+        sums: Any = self._sums
+        self._sums = Counter()
         returns, lengths = self._finished
         return WorkReport(
-            **ns, returns=returns, lengths=lengths, metrics=self._values, rests=self.rests
+            **sums, returns=returns, lengths=lengths, metrics=self._values, rests=self.rests
         )
 
 

@@ -57,12 +57,21 @@ class Failure:
     env_faults: tuple[EnvFault, ...] = ()
     is_permanent: bool = False
 
+    def passed_on(self) -> DistCollectError:
+        """Return the exception for a process in between to raise, as if it had come up there."""
+        kind = _ERROR_OF.get(self.kind, WorkerError)
+        error = kind(self.message)
+        if isinstance(error, WorkerError):
+            error.remote_traceback = self.remote_traceback
+        return error
+
     @classmethod
     def of(cls, error: BaseException, worker_id: int) -> Failure:
         """Describe ``error``."""
         kind = type(error).__name__
         message = str(error) if isinstance(error, DistCollectError) else f"{kind}: {error}"
-        failure = cls(kind, message, worker_id, users_traceback(error))
+        trace = getattr(error, "remote_traceback", "") or users_traceback(error)
+        failure = cls(kind, message, worker_id, trace)
         if not isinstance(error, EnvError):
             return failure
         return replace(failure, **{name: getattr(error, name) for name in _OF_ENV_ERRORS})

@@ -23,18 +23,20 @@ class WorkerInfo:
     """A worker's report after it has built its plan and tried out envs and policy.
 
     Attributes:
-        layout: leaves of the frames that it will deliver.
+        layout: leaves of the frames that it will deliver; None: it is an inference server.
         weights: layout of the policy's weights.
         gpu: identifies the GPU that holds the weights; "" if the CPU holds them.
         host: name of its host.
         cores: those that workers may keep busy there; empty if unknown.
+        server: the slot of the inference server that has its policy; None: it has its own.
     """
 
-    layout: Layout
+    layout: Layout | None
     weights: WeightLayout
     gpu: str = ""
     host: str = ""
     cores: tuple[int, ...] = ()
+    server: int | None = None
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,20 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import pickle
 import queue
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
+import torch
+
 from distcollect.common import gpus
+from distcollect.common.open_files import flush_output
 from distcollect.common.peer_ids import traj_ids_of
 from distcollect.common.step_counter import StepCounter, Task
 from distcollect.common.threads import do_jobs
@@ -27,12 +32,20 @@ from distcollect.engine.build import build_engine
 from distcollect.engine.env_recovery import taken_faults
 from distcollect.engine.evaluator import Evaluator
 from distcollect.engine.pickled_plan import PickledPlan, unpickled
+from distcollect.engine.plan import WorkerPlan
 from distcollect.envs.registered import register_all
-from distcollect.errors import EnvError, PolicyError, RolloutGone, WorkerError
+from distcollect.errors import ArgumentError, EnvError, PolicyError, RolloutGone, WorkerError
+from distcollect.inference.link import Link
+from distcollect.inference.protocol import Serving
+from distcollect.inference.server import InferenceServer
+from distcollect.policy.calling import moved
+from distcollect.policy.live_weights import LiveWeights
+from distcollect.policy.noise import wrappers_of
+from distcollect.policy.weight_layout import module_of, published
 from distcollect.results import Evaluation
 from distcollect.rollout.assemble import assemble
 from distcollect.rollout.header import Header, Rollout
-from distcollect.rollout.layout import Tensors
+from distcollect.rollout.layout import Layout, Tensors
 from distcollect.rollout.slabs import AnySlab, new_slab
 from distcollect.transport.failure import users_traceback
 from distcollect.transport.protocol import NUM_SLABS, CollectRequest, methods_of
@@ -71,6 +84,13 @@ class _Parts(NamedTuple):
     receiver: WeightReceiver
     evaluator: Evaluator
     engine: EngineBase
+
+
+class _ServerParts(NamedTuple):
+    """The same of an inference server."""
+
+    receiver: WeightReceiver
+    server: InferenceServer
 
 
 class Worker(WorkerService):
@@ -116,7 +136,8 @@ class Worker(WorkerService):
         self._host_cores = host_cores
         self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._plan: PickledPlan = ()
-        self._parts: _Parts | None = None
+        self._parts: _Parts | _ServerParts | None = None
+        self._link: Link | None = None  # to an inference server
         # The last rollouts, by number: each lies untouched until the request after the next one.
         self._slabs: dict[int, AnySlab] = {}
         self._handover_store = HandoverStore()
@@ -138,15 +159,23 @@ class Worker(WorkerService):
     def stop(self) -> None:
         """End :meth:`run` as soon as the current step is done; unanswered calls fail."""
         self._stopping = True
-        if self._parts is not None:
+        if isinstance(self._parts, _Parts):
             self._parts.engine.stop()
+        if self._link is not None:
+            self._link.stop()
         self._jobs.put(None)
+        self._ring()
 
     def submit(self, job: Callable[..., T], *args: Any) -> Future[T]:
         """Have :meth:`run` call ``job``; the value that it returns as a future."""
         future: Future[T] = Future()
         self._jobs.put(partial(answer, future, job, *args))
+        self._ring()
         return future
+
+    def _ring(self) -> None:
+        if isinstance(self._parts, _ServerParts):
+            self._parts.server.ring()
 
     # The calls that are answered at once; WorkerService documents them.
 
@@ -187,19 +216,25 @@ class Worker(WorkerService):
         self._configured.evaluator.cancel(number)
 
     def prepare_to_receive(self, source: WeightSource | None = None) -> None:
-        self._configured.receiver.prepare(source)
+        self._receiver.prepare(source)
 
     def receive_weights(self, push: Push) -> Future[WeightSource | None]:
-        return self._configured.receiver.receive(push)
+        return self._receiver.receive(push)
 
     def cancel_receiving(self) -> None:
-        self._configured.receiver.cancel()
+        self._receiver.cancel()
 
     @property
     def _configured(self) -> _Parts:
-        if self._parts is None:
+        if not isinstance(self._parts, _Parts):
             raise WorkerError("called before it was configured")
         return self._parts
+
+    @property
+    def _receiver(self) -> WeightReceiver:
+        if self._parts is None:
+            raise WorkerError("called before it was configured")
+        return self._parts.receiver
 
     # The calls that wait for the thread that steps the envs.
 
@@ -221,7 +256,20 @@ class Worker(WorkerService):
         gpus.use(plan.device)  # only now, as init_fn may set CUDA_VISIBLE_DEVICES
         self._pre_collect_hook = plan.pre_collect_hook
         self._post_collect_hook = plan.post_collect_hook
+        is_made_here = plan.policy_factory is not None
         plan = plan.with_policy_made()
+        if is_made_here and plan.serving is not None and wrappers_of(plan.policy):
+            raise ArgumentError(
+                "policy_factory returned a policy with exploration noise, which workers add, but "
+                "with an inference server they don't have it: pass it as policy"
+            )
+        if plan.serving is not None:
+            if plan.serving.is_server:
+                return self._start_serving(plan, plan.serving)
+            self._link = Link(plan.serving, self.counter)
+            if self._stopping:
+                self._link.stop()
+            plan = replace(plan, link=self._link)
         own: Any = dict(zip(("worker_id", "incarnation"), self._origin, strict=True))
         build: Any = partial(build_engine, **own)
         evaluator = Evaluator(plan, build, counter=self.counter.evaluation, **own)
@@ -231,13 +279,39 @@ class Worker(WorkerService):
         self._parts = _Parts(receiver, evaluator, engine)
         if self._stopping:
             engine.stop()
+        return self._info(engine.layout, weights)
+
+    def _start_serving(self, plan: WorkerPlan, serving: Serving) -> WorkerInfo:
+        """Serve other workers, in place of stepping envs."""
+        if self._host_cores:  # a worker in its slot would have got one or two of them
+            os.sched_setaffinity(0, self._host_cores)
+        num_free = len(self._host_cores) - serving.num_workers
+        torch.set_num_threads(serving.num_threads or max(1, num_free))
+        if plan.device is not None and (module := module_of(plan.policy)) is not None:
+            moved(module, plan.device)
+        weights = LiveWeights(published(plan.policy, plan.models), plan.exclude)
+        server = InferenceServer(serving, plan.policy, weights, self.counter, self.worker_id)
+        receiver = WeightReceiver(weights, self._address, lambda *_: server.ring())
+        self._parts = _ServerParts(receiver, server)
+        self._jobs.put(partial(self._serve, server))
+        return self._info(None, weights)
+
+    def _serve(self, server: InferenceServer) -> None:
+        try:
+            server.serve(self._jobs)
+        except BaseException:
+            # Its workers wait for another server then.
+            log.exception("the inference server failed")
+            flush_output()
+            os._exit(1)
+
+    def _info(self, layout: Layout | None, weights: LiveWeights) -> WorkerInfo:
         # All objects made so far live as long as the process: the garbage collector can skip them.
         gc.collect()
         gc.freeze()
-        gpu = gpu_of(weights.device)
-        return WorkerInfo(
-            engine.layout, weights.layout, gpu, socket.gethostname(), self._host_cores
-        )
+        server = None if self._link is None else self._link.server
+        gpu, host = gpu_of(weights.device), socket.gethostname()
+        return WorkerInfo(layout, weights.layout, gpu, host, self._host_cores, server)
 
     @_on_main_thread
     def collect(self, request: CollectRequest) -> tuple[Header, Tensors]:
@@ -249,6 +323,8 @@ class Worker(WorkerService):
         if slab is None or (slab.num_steps, slab.shared) != (request.num_steps, request.shared):
             slab = new_slab(engine.layout, request.num_steps, shared=request.shared)
         version = request.version if engine.options.exact_version else None
+        if self._link is not None:
+            self._link.expect(request.version)
         try:
             engine.collect(
                 slab,
@@ -282,20 +358,27 @@ class Worker(WorkerService):
         engine.weights.apply()
         try:
             with self.counter.doing(Task.EVALUATE, request.timeout_s):
-                return evaluator.evaluate(request, engine.weights.version)
+                found = evaluator.evaluate(request, engine.weights.version)
+            if self._link is not None:  # known from the answers only
+                found.policy_version.fill_(engine.weights.version)
+            return found
         finally:
             engine.step_timer.restart_wait()
 
     @_on_main_thread
     def seed(self, env_seeds: Sequence[int], policy_seeds: Sequence[int]) -> None:
+        if isinstance(self._parts, _ServerParts):
+            return  # its workers have all that is drawn from
         engine = self._configured.engine
         with self.counter.doing(Task.SET_UP):
             engine.seed(env_seeds, policy_seeds)
 
     @_on_main_thread
     def resume(self, request: ResumeRequest) -> None:
-        receiver, _, engine = self._configured
-        receiver.renumber(request.version, request.generation)
+        self._receiver.renumber(request.version, request.generation)
+        if isinstance(self._parts, _ServerParts):
+            return
+        engine = self._configured.engine
         self._first_traj_id = request.first_traj_id
         with self.counter.doing(Task.SET_UP):
             engine.use_traj_ids(self._new_traj_ids())

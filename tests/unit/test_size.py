@@ -14,7 +14,7 @@ from helpers.paths import ROOT
 
 PACKAGE = ROOT / "distcollect"
 LONGEST_MODULE = 450
-LIMITS = {PACKAGE: 26_630, PACKAGE / "commands": 1_967, ROOT / "tests": 33_600}
+LIMITS = {PACKAGE: 27_730, PACKAGE / "commands": 1_967, ROOT / "tests": 34_070}
 
 
 def code_lines(path: Path) -> int:

@@ -1,0 +1,1 @@
+"""Inference servers: one process computes the actions of all workers on its host."""

@@ -1,0 +1,289 @@
+"""What a worker and the inference server of its host say to each other.
+
+They have a Unix socket, whose messages are small and keep their bounds, and memory that both map::
+
+    worker                                  server
+    HELLO (spaces, rows)      ─────────▶
+                              ◀─────────    DONE (what is known of the policy; memory for the rows)
+    BEGIN, CHOOSE (which rows) ────────▶
+                              ◀─────────    DONE, or FAILED (why)
+
+A request reads the rows that the worker has written to the memory before, and its answer says that
+the results lie there. The server keeps nothing from one request to the next: observation, state of
+a recurrent policy and random numbers of each row come with it. So a request can be sent again, to
+the process that replaces a server.
+
+The socket has an abstract name, the same for every server in a slot: it needs no file, and is free
+again when the process ends, however that happens. Either side learns of the other's end by it.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import mmap
+import os
+import pickle
+import socket
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cloudpickle
+import numpy as np
+import torch
+
+from distcollect.common.memory_segment import memory_file
+from distcollect.policy.recurrent import IS_INIT
+from distcollect.policy.weight_layout import WeightLayout
+from distcollect.rollout.spaces import Arrays, Key, Leaf
+
+# uint64: where the random numbers of a row go on, after a seed.
+STREAM = Leaf(("\0stream",), (), torch.uint64)
+
+_ALIGNMENT = 64
+_PEER_CREDENTIALS = struct.Struct("3i")
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What the workers and the server of a host know of each other before they meet.
+
+    Attributes:
+        name: of the socket.
+        timeout_s: how long a worker waits for an answer, while the server may be replaced.
+        is_server: the process is the server; else it is served.
+        num_workers: how many workers the server has at most.
+        batch_size: see :class:`~distcollect.Inference`.
+        num_threads: see :class:`~distcollect.Inference`.
+    """
+
+    name: str
+    timeout_s: float
+    is_server: bool = False
+    num_workers: int = 1
+    batch_size: int | None = None
+    num_threads: int | None = None
+
+    @property
+    def address(self) -> bytes:
+        """The socket's address: an abstract one."""
+        return b"\0" + self.name.encode()
+
+
+class Kind(enum.IntEnum):
+    """What a worker asks for."""
+
+    HELLO = 0
+    BEGIN = 1  # the state of a recurrent policy at the start of an episode
+    CHOOSE = 2  # actions
+
+
+class Status(enum.IntEnum):
+    """How a request ended."""
+
+    DONE = 0
+    FAILED = 1
+
+
+class Request(NamedTuple):
+    """A request.
+
+    Attributes:
+        kind: a :class:`Kind`.
+        number: of this worker's requests; the answer has it too.
+        first: the first row.
+        num_rows: how many.
+        least: answer with no older policy_version.
+        drawn: how many random numbers each row has drawn in this frame; -1: there was no seed.
+    """
+
+    kind: int
+    number: int
+    first: int = 0
+    num_rows: int = 0
+    least: int = 0
+    drawn: int = -1
+
+
+class Answer(NamedTuple):
+    """An answer.
+
+    Attributes:
+        status: a :class:`Status`.
+        number: of the request.
+        version: policy_version of the weights that computed it.
+        drawn: how many random numbers each row has drawn in this frame by now.
+        queue_ns: from the arrival of the request to its forward pass.
+        forward_ns: the forward pass, with the copies before and after it.
+        num_rows: rows in that pass.
+        num_computed: the same with padding.
+    """
+
+    status: int
+    number: int
+    version: int = 0
+    drawn: int = -1
+    queue_ns: int = 0
+    forward_ns: int = 0
+    num_rows: int = 0
+    num_computed: int = 0
+
+
+_REQUEST, _ANSWER = struct.Struct("<6q"), struct.Struct("<8q")
+
+
+@dataclass(frozen=True)
+class Caller:
+    """What a worker says of itself in its first message.
+
+    Attributes:
+        observation_space, action_space: of a single env.
+        observation: leaves of the observations.
+        num_rows: how many envs it asks for.
+        exploration: the value of an :class:`~distcollect.policy.base.Exploration`.
+    """
+
+    observation_space: Any
+    action_space: Any
+    observation: tuple[Leaf, ...]
+    num_rows: int
+    exploration: str
+
+
+@dataclass(frozen=True)
+class Served:
+    """What the server says of the policy.
+
+    Attributes:
+        worker_id: the server's slot.
+        weights: layout of the policy's weights.
+        state: leaves of what a recurrent policy returns for its next call; None: it is not
+            recurrent.
+        has_is_init: whether it also reads ``is_init``.
+        at_root: see :class:`~distcollect.policy.recurrent.PolicyState`.
+    """
+
+    worker_id: int
+    weights: WeightLayout
+    state: tuple[Leaf, ...] | None
+    has_is_init: bool = False
+    at_root: tuple[Key, ...] = ()
+
+    @property
+    def inputs(self) -> tuple[Leaf, ...]:
+        """Leaves of the state that it reads."""
+        return (*(self.state or ()), *([IS_INIT] if self.has_is_init else ()))
+
+
+def open_socket() -> socket.socket:
+    """A socket of this protocol."""
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def is_same_user(connected: socket.socket) -> bool:
+    """Return True if the other side belongs to this process's user: what it sends is unpickled."""
+    credentials = connected.getsockopt(
+        socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size
+    )
+    return bool(_PEER_CREDENTIALS.unpack(credentials)[1] == os.getuid())
+
+
+def send_request(to: socket.socket, request: Request, content: object = None) -> None:
+    """Send a request, with ``content`` in memory of its own unless that is None."""
+    fds = [] if content is None else [_packed(content)]
+    _send(to, _REQUEST.pack(*request), fds)
+
+
+def send_answer(
+    to: socket.socket, answer: Answer, content: object = None, memory: int | None = None
+) -> None:
+    """Send an answer, with ``content`` and the descriptor of memory to map unless they are None."""
+    fds = [] if content is None else [_packed(content)]
+    _send(to, _ANSWER.pack(*answer), fds, [] if memory is None else [memory])
+
+
+def receive_request(connected: socket.socket) -> tuple[Request, list[int]] | None:
+    """The next request, and the descriptors that came with it; None: the other side has ended."""
+    found = _receive(connected, _REQUEST.size)
+    return None if found is None else (Request(*_REQUEST.unpack(found[0])), found[1])
+
+
+def receive_answer(connected: socket.socket) -> tuple[Answer, list[int]] | None:
+    """The next answer, and the descriptors that came with it; None: the other side has ended."""
+    found = _receive(connected, _ANSWER.size)
+    return None if found is None else (Answer(*_ANSWER.unpack(found[0])), found[1])
+
+
+def unpacked(fd: int) -> Any:
+    """What was sent in memory of its own; closes the descriptor.
+
+    An error that one of its objects raises is passed on.
+    """
+    with open(fd, "rb") as file:
+        file.seek(0)
+        return pickle.load(file)
+
+
+def _packed(content: object) -> int:
+    fd = memory_file("distcollect-message")
+    with open(fd, "wb", closefd=False) as file:
+        cloudpickle.dump(content, file)
+    return fd
+
+
+def _send(to: socket.socket, message: bytes, packed: list[int], others: Iterable[int] = ()) -> None:
+    """Send a message with descriptors; ``packed`` are closed here."""
+    try:
+        fds = [*packed, *others]
+        if fds:
+            socket.send_fds(to, [message], fds)
+        else:
+            to.send(message)
+    finally:
+        for fd in packed:
+            os.close(fd)
+
+
+def _receive(connected: socket.socket, size: int) -> tuple[bytes, list[int]] | None:
+    try:
+        message, fds, _, _ = socket.recv_fds(connected, size, 2, socket.MSG_CMSG_CLOEXEC)
+    except ConnectionError:
+        return None
+    return (message, fds) if len(message) == size else None
+
+
+def make_memory(leaves: Iterable[Leaf], num_rows: int) -> tuple[int, Arrays]:
+    """Make memory for arrays ``[num_rows, *shape]``; its descriptor, and the arrays."""
+    leaves = tuple(leaves)
+    fd = memory_file("distcollect-rows")
+    os.ftruncate(fd, _places(leaves, num_rows)[1])
+    return fd, _arrays(fd, leaves, num_rows)
+
+
+def map_memory(fd: int, leaves: Iterable[Leaf], num_rows: int) -> Arrays:
+    """The arrays in memory that the other side has made for the same leaves; closes ``fd``."""
+    try:
+        return _arrays(fd, tuple(leaves), num_rows)
+    finally:
+        os.close(fd)
+
+
+def _places(leaves: tuple[Leaf, ...], num_rows: int) -> tuple[list[int], int]:
+    """Where each leaf's array begins, and the size of all."""
+    places, end = [], 0
+    for leaf in leaves:
+        places.append(end)
+        size = num_rows * math.prod(leaf.shape) * leaf.dtype.itemsize
+        end += -(-size // _ALIGNMENT) * _ALIGNMENT
+    return places, max(end, mmap.PAGESIZE)
+
+
+def _arrays(fd: int, leaves: tuple[Leaf, ...], num_rows: int) -> Arrays:
+    places, size = _places(leaves, num_rows)
+    memory = mmap.mmap(fd, size)
+    return {
+        leaf.key: np.ndarray((num_rows, *leaf.shape), leaf.numpy_dtype, memory, place)
+        for leaf, place in zip(leaves, places, strict=True)
+    }

@@ -1,0 +1,396 @@
+"""An inference server: computes the actions of all workers on its host, on its main thread.
+
+Weights arrive on another thread. They are swapped in between two forward passes only, so all rows
+of one pass have actions of the same version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import selectors
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from distcollect.common.clock import clock_ns
+from distcollect.common.step_counter import StepCounter, Task
+from distcollect.inference import protocol
+from distcollect.inference.batching import Batching
+from distcollect.inference.protocol import (
+    STREAM,
+    Answer,
+    Caller,
+    Kind,
+    Request,
+    Served,
+    Serving,
+    Status,
+)
+from distcollect.policy.base import Exploration
+from distcollect.policy.live_weights import LiveWeights
+from distcollect.policy.per_env_rng import PerEnvRng
+from distcollect.policy.recurrent import IS_INIT
+from distcollect.policy.user import UserPolicy
+from distcollect.rollout.spaces import Arrays, leaves_of
+from distcollect.transport.failure import Failure
+
+# For the server before this one to give the socket's name back.
+_BIND_TIMEOUT_S = 10.0
+_BIND_RETRY_S = 0.02
+
+
+class _Group:
+    """Callers whose rows can be computed together.
+
+    Attributes:
+        caller: one of them.
+        most: rows in a forward pass at most.
+        observation: the arrays that the policy reads, of so many rows.
+    """
+
+    def __init__(self, caller: Caller, most: int, policy: Callable[..., Any]) -> None:
+        self.caller = caller
+        self.most = most
+        self.observation = {leaf.key: leaf.zeros(most) for leaf in caller.observation}
+        self._policy = policy
+        self._by_size: dict[int, UserPolicy] = {}
+
+    def policy(self, num_rows: int) -> UserPolicy:
+        """The policy, bound to the first rows of the arrays."""
+        if num_rows not in self._by_size:
+            caller = self.caller
+            policy = self._by_size[num_rows] = UserPolicy(
+                self._policy,
+                {key: array[:num_rows] for key, array in self.observation.items()},
+                caller.observation_space,
+                caller.action_space,
+                exploration=Exploration(caller.exploration),
+            )
+            policy.noises = ()  # the workers add it
+        return self._by_size[num_rows]
+
+    def is_for(self, other: Caller) -> bool:
+        """Return True if that caller's rows can be computed with these."""
+        own = self.caller
+        return (own.exploration, own.observation, own.observation_space, own.action_space) == (
+            other.exploration,
+            other.observation,
+            other.observation_space,
+            other.action_space,
+        )
+
+
+@dataclass(eq=False)
+class _Client:
+    """A connected worker.
+
+    Attributes:
+        socket: to it.
+        group: what it belongs to; known from its hello on.
+        num_rows: of its memory.
+        inputs, outputs: see :class:`.link.Connection`.
+        untold: leaves and descriptor of the outputs, until it is told of them.
+        halves: the first rows of its requests for actions.
+    """
+
+    socket: socket.socket
+    group: _Group = field(init=False)
+    num_rows: int = 0
+    inputs: Arrays = field(default_factory=dict)
+    outputs: Arrays | None = None
+    untold: tuple[object, int] | None = None
+    halves: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """A request for actions that was not answered yet, and when it came."""
+
+    client: _Client
+    request: Request
+    since: int
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.request.first, self.request.first + self.request.num_rows)
+
+
+class InferenceServer:
+    """Serves the workers of a host. Its thread calls :meth:`serve`, others may :meth:`ring`."""
+
+    def __init__(
+        self,
+        serving: Serving,
+        policy: Callable[..., Any],
+        weights: LiveWeights,
+        counter: StepCounter,
+        worker_id: int,
+    ) -> None:
+        """Take connections from now on; they are answered in :meth:`serve`.
+
+        Args:
+            serving: for whom.
+            policy: the policy, on its device.
+            weights: its weights.
+            counter: says what the process does.
+            worker_id: the process's slot.
+
+        Raises:
+            OSError: the name of its socket stays in use.
+        """
+        self._serving, self._policy, self._weights = serving, policy, weights
+        self._counter, self._worker_id = counter, worker_id
+        self._groups: list[_Group] = []
+        self._clients: set[_Client] = set()
+        # By client and first row, the oldest first.
+        self._waiting: dict[tuple[_Client, int], _Waiting] = {}
+        self._batching = Batching()
+        self._version = 0  # with which it was last looked which requests can be answered
+        self._bell, self._ringer = socket.socketpair()
+        self._bell.setblocking(False)
+        self._ringer.setblocking(False)
+        self._listening = _listen(serving.address)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listening, selectors.EVENT_READ, self._accept)
+        self._selector.register(self._bell, selectors.EVENT_READ, lambda: self._bell.recv(4096))
+
+    def ring(self) -> None:
+        """There are jobs to do, or new weights."""
+        with contextlib.suppress(OSError):  # it is full, or it was closed
+            self._ringer.send(b"!")
+
+    def close(self) -> None:
+        """Take leave of all workers."""
+        for client in list(self._clients):
+            self._part(client)
+        self._selector.close()
+        for each in (self._listening, self._bell, self._ringer):
+            each.close()
+
+    def serve(self, jobs: queue.SimpleQueue[Callable[[], object] | None]) -> None:
+        """Answer until there is a None among the jobs, which are done between two answers."""
+        while True:
+            with contextlib.suppress(queue.Empty):
+                while (job := jobs.get_nowait()) is not None:
+                    job()
+                jobs.put(None)  # the end is for the caller, too
+                return
+            self._swap_weights()
+            wait_ns = self._batching.wait_ns(clock_ns())
+            for key, _ in self._selector.select(None if wait_ns is None else wait_ns / 1e9):
+                key.data()
+            self._swap_weights()
+            if self._batching.wait_ns(clock_ns()) == 0:
+                self._launch()
+
+    def _swap_weights(self) -> None:
+        if self._weights.pending:
+            self._weights.apply()
+        if self._version != self._weights.version:
+            self._version = self._weights.version
+            for each in self._waiting.values():  # some may have waited for this version
+                self._is_asked(each)
+
+    def _is_asked(self, waiting: _Waiting) -> None:
+        if waiting.request.least <= self._weights.version:
+            self._batching.asked((waiting.client, waiting.request.first), waiting.since)
+
+    # Connections.
+
+    def _accept(self) -> None:
+        connected, _ = self._listening.accept()
+        if not protocol.is_same_user(connected):
+            connected.close()
+            return
+        client = _Client(connected)
+        self._clients.add(client)
+        self._selector.register(connected, selectors.EVENT_READ, partial(self._receive, client))
+
+    def _part(self, client: _Client) -> None:
+        self._clients.discard(client)
+        for first in client.halves:
+            self._batching.gone((client, first))
+            self._waiting.pop((client, first), None)
+        self._selector.unregister(client.socket)
+        client.socket.close()
+
+    def _receive(self, client: _Client) -> None:
+        found = protocol.receive_request(client.socket)
+        if found is None:
+            self._part(client)
+            return
+        request, fds = found
+        try:
+            if request.kind == Kind.HELLO:
+                self._meet(client, request, protocol.unpacked(*fds))
+            elif request.kind == Kind.BEGIN:
+                self._begin(client, request)
+            else:
+                key = client, request.first
+                self._waiting.pop(key, None)  # one that the worker doesn't wait for any more
+                client.halves.add(request.first)
+                self._waiting[key] = _Waiting(client, request, clock_ns())
+                self._is_asked(self._waiting[key])
+        except Exception as error:  # noqa: BLE001 - the worker raises it
+            self._fail(client, request, error)
+
+    def _meet(self, client: _Client, request: Request, caller: Caller) -> None:
+        """Tell a worker what it has to know of the policy."""
+        group = next((each for each in self._groups if each.is_for(caller)), None)
+        if group is None:
+            all_rows = self._serving.num_workers * caller.num_rows
+            most = max(self._serving.batch_size or all_rows, caller.num_rows)
+            group = _Group(caller, most, self._policy)
+            self._groups.append(group)
+        with self._counter.doing(Task.SERVE):
+            state = group.policy(caller.num_rows).state
+        served = Served(self._worker_id, self._weights.layout, None)
+        if state is not None:
+            has_is_init, at_root = IS_INIT in state.leaves, tuple(state.at_root)
+            served = replace(served, state=state.entries, has_is_init=has_is_init, at_root=at_root)
+        client.group, client.num_rows = group, caller.num_rows
+        leaves = (*caller.observation, STREAM, *served.inputs)
+        memory, client.inputs = protocol.make_memory(leaves, caller.num_rows)
+        try:
+            self._answer(client, Answer(Status.DONE, request.number), served, memory)
+        finally:
+            os.close(memory)
+
+    def _begin(self, client: _Client, request: Request) -> None:
+        """Write the state at the start of episodes to a worker's inputs, of all of its rows."""
+        policy = client.group.policy(client.num_rows)
+        assert policy.state is not None
+        rng = PerEnvRng(client.inputs[STREAM.key]) if request.drawn >= 0 else None
+        if rng is not None:
+            rng.num_drawn = request.drawn
+        policy.draw_from(rng)
+        with self._counter.doing(Task.SERVE), policy.exploring():
+            policy.state.begin(range(client.num_rows))
+        for leaf in policy.state.entries:
+            client.inputs[leaf.key][:] = policy.state.arrays[leaf.key]
+        drawn = -1 if rng is None else rng.num_drawn
+        self._answer(client, Answer(Status.DONE, request.number, self._weights.version, drawn))
+
+    def _answer(
+        self, client: _Client, answer: Answer, content: object = None, memory: int | None = None
+    ) -> None:
+        with contextlib.suppress(OSError):  # it has ended: that is received, too
+            protocol.send_answer(client.socket, answer, content, memory)
+
+    def _fail(self, client: _Client, request: Request, error: Exception) -> None:
+        failure = Failure.of(error, self._worker_id)
+        self._answer(client, Answer(Status.FAILED, request.number), failure)
+
+    # Forward passes.
+
+    def _launch(self) -> None:
+        """Compute what waits, as far as it fits into one pass: first what has waited longest."""
+        batch = self._next_batch()
+        group, request = batch[0].client.group, batch[0].request
+        num_rows = sum(each.request.num_rows for each in batch)
+        is_seeded = request.drawn >= 0
+        num_computed = group.most if is_seeded else self._padded(num_rows, group.most)
+        begin = clock_ns()
+        try:
+            with self._counter.doing(Task.SERVE):
+                drawn = self._compute(group, batch, num_computed, is_seeded=is_seeded)
+        except Exception as error:  # noqa: BLE001 - the workers raise it
+            for each in batch:
+                self._fail(each.client, each.request, error)
+        else:
+            took = clock_ns() - begin
+            for each in batch:
+                number, queued = each.request.number, begin - each.since
+                version = self._weights.version
+                answer = Answer(
+                    Status.DONE, number, version, drawn, queued, took, num_rows, num_computed
+                )
+                leaves, memory = each.client.untold or (None, None)
+                self._answer(each.client, answer, leaves, memory)
+                if memory is not None:
+                    os.close(memory)
+                    each.client.untold = None
+        now = clock_ns()
+        callers = [(each.client, each.request.first) for each in batch]
+        self._batching.answered(callers, now, now - begin)
+
+    def _next_batch(self) -> list[_Waiting]:
+        """Take requests that one pass can answer out of those that wait."""
+        may = [w for w in self._waiting.values() if w.request.least <= self._weights.version]
+        first, num_rows = may[0], 0
+        batch = []
+        for each in may:
+            fits = num_rows + each.request.num_rows <= first.client.group.most
+            is_alike = (each.request.drawn >= 0) == (first.request.drawn >= 0)
+            if fits and is_alike and each.client.group is first.client.group:
+                batch.append(each)
+                num_rows += each.request.num_rows
+                del self._waiting[each.client, each.request.first]
+        return batch
+
+    def _padded(self, num_rows: int, most: int) -> int:
+        """How many rows to compute for so many: on a GPU one of a few numbers."""
+        if self._weights.device.type == "cpu":
+            return num_rows
+        return min(most, 1 << (num_rows - 1).bit_length())
+
+    def _compute(
+        self, group: _Group, batch: list[_Waiting], num_computed: int, *, is_seeded: bool
+    ) -> int:
+        """Write to the workers' outputs; how many random numbers each row has drawn by now."""
+        policy = group.policy(num_computed)
+        arrays = {**group.observation, **(policy.state.arrays if policy.state else {})}
+        if is_seeded:
+            arrays[STREAM.key] = np.zeros(num_computed, np.uint64)
+        for key, array in arrays.items():
+            end = 0
+            for each in batch:
+                begin, end = end, end + each.request.num_rows
+                array[begin:end] = each.client.inputs[key][each.rows]
+            array[end:num_computed] = array[0]  # what a policy can work with
+        rng = PerEnvRng(arrays[STREAM.key]) if is_seeded else None
+        policy.draw_from(rng)
+        with policy.exploring():
+            actions, extras = policy()
+        entries = policy.state.entries if policy.state else ()
+        results = [*actions, *extras, *(arrays[leaf.key] for leaf in entries)]
+        end = 0
+        for each in batch:
+            begin, end = end, end + each.request.num_rows
+            if each.client.outputs is None:
+                self._make_outputs(each.client, policy)
+            assert each.client.outputs is not None
+            for target, result in zip(each.client.outputs.values(), results, strict=True):
+                target[each.rows] = result[begin:end]
+        return -1 if rng is None else rng.num_drawn
+
+    def _make_outputs(self, client: _Client, policy: UserPolicy) -> None:
+        action = leaves_of(client.group.caller.action_space, "action")
+        state = policy.state.entries if policy.state else ()
+        leaves = (*action, *policy.extras, *state)
+        memory, client.outputs = protocol.make_memory(leaves, client.num_rows)
+        client.untold = (action, policy.extras), memory
+
+
+def _listen(address: bytes) -> socket.socket:
+    """Take a socket's name, once the process before this one has given it back."""
+    listening = protocol.open_socket()
+    deadline = time.monotonic() + _BIND_TIMEOUT_S
+    while True:
+        try:
+            listening.bind(address)
+        except OSError:
+            if time.monotonic() > deadline:
+                listening.close()
+                raise
+            time.sleep(_BIND_RETRY_S)
+        else:
+            listening.listen(socket.SOMAXCONN)
+            return listening
