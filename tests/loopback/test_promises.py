@@ -162,6 +162,8 @@ class Promises(RuleBasedStateMachine):
         ids = about["traj_ids"]
         real = ids >= 0
         assert batch.numel() == self.collector.frames_per_batch
+        may_end_early = "preemptive_threshold" in self.mode
+        assert real.all() or may_end_early, "a rollout that nobody preempted ended early"
         envs, steps = batch["next", "observation"][real].long().T.tolist()
         versions, workers = (
             about["policy_version"][real].tolist(),

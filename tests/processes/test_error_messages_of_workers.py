@@ -108,7 +108,6 @@ def test_of_workers(marked: Marked) -> None:
         (lambda: rpc(policy=raising_policy, **one), dc.PolicyError, "IndexError", "not like this")
     )
     weights = nn.Linear(4, 2)
-    policy = nn.Sequential(nn.Linear(4, 2), nn.Flatten())
     factory = {"policy_factory": GreedyPolicy}
     with rpc(create_env_fn=Moody, **{**one, **factory}) as collector:
         pid = collector.call("set_mood", "fine")[0][0]
@@ -126,24 +125,6 @@ def test_of_workers(marked: Marked) -> None:
                 "pass the weights",
             ),
             (lambda: collector.update_policy_weights_(5), KIND, "int", "a module, a TensorDict"),
-            (
-                lambda: collector.update_policy_weights_(policy, worker_ids=[3]),
-                ARGUMENT,
-                r"worker_ids=\[3\]",
-                r"there are \[0\]",
-            ),
-            (
-                lambda: collector.update_policy_weights_(policy, worker_ids="some"),
-                KIND,
-                "worker_ids='some'",
-                "'last_batch' or",
-            ),
-            (
-                lambda: collector.update_policy_weights_(policy, worker_ids="lagging"),
-                ARGUMENT,
-                "'lagging'",
-                "needs max_weight_update_interval",
-            ),
             (lambda: collector.call("fly"), dc.EnvError, "worker 0.*fly", "no"),
             (lambda: collector.release([2]), ARGUMENT, r"worker_ids=\[2\]", r"there are \[0\]"),
         ]
