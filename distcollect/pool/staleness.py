@@ -159,26 +159,18 @@ class Pacer:
             self._needed = self._least_feasible()
         return self._needed
 
-    def ask(self, ticket: StalenessTicket) -> None:
-        """Note that this rollout is requested."""
-        self._add(ticket)
-
     def arrived(self, ticket: StalenessTicket, version: int) -> None:
         """Note that its header says that no frame has a version below ``version``."""
         if version != ticket.version:
-            self._remove(ticket)
+            self.given_up(ticket)
             ticket.version = version
-            self._add(ticket)
+            self.ask(ticket)
 
     def delivered(self, ticket: StalenessTicket) -> None:
         """Note that the user got this rollout; KeyError if it is not out."""
         self.given_up(ticket)
         self._since += 1
         self._awaited = False
-
-    def given_up(self, ticket: StalenessTicket) -> None:
-        """Note that the user will not get this rollout; KeyError if it is not out."""
-        self._remove(ticket)
 
     def may_deliver(self, ticket: StalenessTicket) -> bool:
         """Return True to deliver this rollout now, which has arrived and is not too stale.
@@ -205,14 +197,16 @@ class Pacer:
         """Return how many more publications a frame of this slot and version can take."""
         return self._versions.slack(self._bound, worker_id, version)
 
-    def _add(self, ticket: StalenessTicket) -> None:
+    def ask(self, ticket: StalenessTicket) -> None:
+        """Note that this rollout is requested."""
         slack = self.slack(ticket.worker_id, ticket.version)
         self._tickets[ticket] = slack
         if slack >= 0:
             self._num_by_slack[slack] = self._num_by_slack.get(slack, 0) + 1
         self._needed = None
 
-    def _remove(self, ticket: StalenessTicket) -> None:
+    def given_up(self, ticket: StalenessTicket) -> None:
+        """Note that the user will not get this rollout; KeyError if it is not out."""
         slack = self._tickets.pop(ticket)
         if slack >= 0:
             self._num_by_slack[slack] -= 1
@@ -228,7 +222,7 @@ class Pacer:
         tickets, self._tickets = self._tickets, {}
         self._num_by_slack.clear()
         for ticket in tickets:
-            self._add(ticket)
+            self.ask(ticket)
 
     def _least_feasible(self) -> int:
         """The least slack of a further ticket with which all slacks suffice.
