@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from distcollect.errors import RolloutGone
-from distcollect.net.client import ControlConnection
-from distcollect.net.messages import WorkerHello
+from distcollect.net.client import ControlConnection, join
+from distcollect.net.messages import TrainerAddress, WorkerHello
 from distcollect.rollout.header import Header
 from distcollect.rollout.layout import Tensors
 from distcollect.transport.protocol import CollectRequest, methods_of
@@ -143,9 +143,32 @@ def serve_tcp(port: int, token: str) -> None:
     connection.receive()
 
 
+def serve_many(port: int, token: str, number: int) -> None:
+    """Serve a trainer as so many workers that need a thread each and nothing else."""
+
+    def serve() -> None:
+        hello = WorkerHello(worker_id=WORKER_ID, incarnation=0)
+        connection, _ = join(
+            lambda: TrainerAddress("127.0.0.1", port, token), hello, 60, name="a light worker"
+        )
+        connection.unblock()
+        TcpServer(Service(), connection)
+        connection.receive()
+
+    threads = [threading.Thread(target=serve) for _ in range(number)]
+    print("ready", flush=True)
+    sys.stdin.readline()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 def main() -> None:
     if len(sys.argv) == 2:
         serve_rpc(sys.argv[1])
+    elif len(sys.argv) == 4:
+        serve_many(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
     else:
         serve_tcp(int(sys.argv[1]), sys.argv[2])
 
