@@ -6,6 +6,7 @@ Plans whose env makers differ have this part in common, so it is pickled and kep
 from __future__ import annotations
 
 import io
+import mmap
 import pickle
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
@@ -73,7 +74,7 @@ class UnpicklerWith(pickle.Unpickler):
         return self._objects[pid]
 
 
-def unpickled(parts: PickledPlan) -> WorkerPlan:
+def unpickled(parts: Sequence[bytes | mmap.mmap]) -> WorkerPlan:
     """The plan, from the parts that :meth:`TensorTable.pickled` returned.
 
     An error that one of its objects raises is passed on.

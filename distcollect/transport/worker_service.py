@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
+from distcollect.common.memory_segment import Segment
 from distcollect.policy.weight_layout import WeightEncoding, WeightLayout
 from distcollect.results import Evaluation
 from distcollect.rollout.header import Header
@@ -146,8 +147,8 @@ class WorkerService(Service, Protocol):
     threads of the transport; the envs are stepped on another.
     """
 
-    def receive_plan(self, plan: Sequence[bytes]) -> None:
-        """Keep a :data:`~distcollect.engine.pickled_plan.PickledPlan`."""
+    def receive_plan(self, plan: Sequence[bytes | Segment]) -> None:
+        """Keep a :data:`~distcollect.engine.pickled_plan.PickledPlan`, or map parts of it."""
 
     def configure(self) -> Future[WorkerInfo]:
         """Build envs and policy as the plan says, and try them out."""

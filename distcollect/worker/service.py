@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import mmap
 import os
 import pickle
 import queue
@@ -22,6 +23,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 import torch
 
 from distcollect.common import gpus
+from distcollect.common.memory_segment import Segment
 from distcollect.common.open_files import flush_output
 from distcollect.common.peer_ids import traj_ids_of
 from distcollect.common.step_counter import StepCounter, Task
@@ -31,7 +33,7 @@ from distcollect.engine.base import EngineBase
 from distcollect.engine.build import build_engine
 from distcollect.engine.env_recovery import taken_faults
 from distcollect.engine.evaluator import Evaluator
-from distcollect.engine.pickled_plan import PickledPlan, unpickled
+from distcollect.engine.pickled_plan import unpickled
 from distcollect.engine.plan import WorkerPlan
 from distcollect.envs.registered import register_all
 from distcollect.errors import ArgumentError, EnvError, PolicyError, RolloutGone, WorkerError
@@ -135,7 +137,7 @@ class Worker(WorkerService):
         self._first_traj_id = first_traj_id
         self._host_cores = host_cores
         self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._plan: PickledPlan = ()
+        self._plan: Sequence[bytes | mmap.mmap] = ()
         self._parts: _Parts | _ServerParts | None = None
         self._link: Link | None = None  # to an inference server
         # The last rollouts, by number: each lies untouched until the request after the next one.
@@ -179,8 +181,8 @@ class Worker(WorkerService):
 
     # The calls that are answered at once; WorkerService documents them.
 
-    def receive_plan(self, plan: PickledPlan) -> None:
-        self._plan = plan
+    def receive_plan(self, plan: Sequence[bytes | Segment]) -> None:
+        self._plan = [part.open() if isinstance(part, Segment) else part for part in plan]
 
     def preempt(self, sequence: int) -> None:
         # Not as a job: those wait until the rollout is over.

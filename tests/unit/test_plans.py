@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from distcollect.errors import WorkerLost
-from distcollect.roster.plans import MAX_ON_THE_WAY, PlanSender
+from distcollect.roster.plans import MAX_ON_THE_WAY, SHARED_FROM_BYTES, PlanSender
 from distcollect.transport.worker_service import WorkerService
 
 NUM_WORKERS = 1000
@@ -20,9 +20,12 @@ class Transport:
     """Answers when the test says so."""
 
     def __init__(self) -> None:
-        self.plans: deque[tuple[int, list[bytes], Future[Any]]] = deque()
+        self.plans: deque[tuple[int, list[Any], Future[Any]]] = deque()
         self.probes: dict[int, Future[Any]] = {}
         self.most = 0
+
+    def shares_memory(self, peer: int) -> bool:
+        return peer % 2 == 0
 
     def call(self, peer: int, method: Any, *args: Any) -> Future[Any]:
         answer: Future[Any] = Future()
@@ -76,3 +79,23 @@ def test_a_worker_that_is_lost_leaves_room_for_others(transport: Transport) -> N
     assert len(done) == len(transport.plans) == MAX_ON_THE_WAY
     assert all(isinstance(answer.exception(), WorkerLost) for answer in done)
     assert not transport.probes
+
+
+def test_workers_on_this_host_map_the_same_memory_for_a_large_part(transport: Transport) -> None:
+    sender = PlanSender(transport, run)  # type: ignore[arg-type]
+    part, done = bytes(range(256)) * (SHARED_FROM_BYTES >> 8), list[Future[Any]]()
+    for peer in range(4):
+        sender.send(peer, [part, b"maker %d" % peer], done.append)
+    (_, shared, first), (_, sent, _), (_, again, _), _ = transport.plans
+    assert sent == [part, b"maker 1"]
+    assert [shared[0], b"maker 2"] == again
+    place = shared[0]
+    first.set_result(None)
+    assert place.open()[:] == part, "the others are to map it yet"
+    for _, _, answer in [*transport.plans][1:]:
+        answer.set_result(None)
+    transport.plans.clear()
+    del answer, first
+    with pytest.raises(OSError, match=r"No such file|no longer"):
+        place.open()
+    assert len(transport.probes) == 4
