@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -80,9 +80,6 @@ class AlignedLoop:
         starts = [(by_step[key], current[key]) for key in slab.root]
         actions = [(key, by_step[key]) for key in slab.action]
         extras = [by_step[key] for key in slab.extras]
-        outcomes = [(by_step[key], array) for key, array in envs.outcomes.items()]
-        rewards, num_rows = by_step["reward",], envs.num_ready
-        recovery = self.engine.recovery
         action: Arrays = {}
 
         def choose(step: int) -> Arrays:
@@ -96,7 +93,23 @@ class AlignedLoop:
             # Not strict: a random policy writes no extras.
             for column, value in zip(extras, written, strict=False):
                 column[step] = value
-            return self._clipped(action) if self._bounds else action
+            return self.clipped(action) if self._bounds else action
+
+        is_local = self.engine.options.link is None
+        return self.engine.make_steps(
+            slab,
+            num_steps,
+            choose=choose if is_local else partial(self.engine.choose_elsewhere, slab, choose),
+            step_envs=envs.step,
+            record=self.recorder(slab),
+            recover=lambda step, faulted: self._recover(slab, step, policy, faulted),
+        )
+
+    def recorder(self, slab: Slab) -> Callable[[int, Step], int]:
+        """A function that writes the result of a step to a slab; it returns how many frames."""
+        envs, by_step, recovery = self.envs, slab.by_step, self.engine.recovery
+        outcomes = [(by_step[key], array) for key, array in envs.outcomes.items()]
+        rewards, num_rows = by_step["reward",], envs.num_ready
 
         def record(step: int, result: Step) -> int:
             reward, _, _, ended, real = result
@@ -110,15 +123,7 @@ class AlignedLoop:
             self._end_episodes(slab, step, result)
             return num_rows if real is None else int(np.count_nonzero(real))
 
-        is_local = self.engine.options.link is None
-        return self.engine.make_steps(
-            slab,
-            num_steps,
-            choose=choose if is_local else partial(self.engine.choose_elsewhere, slab, choose),
-            step_envs=envs.step,
-            record=record,
-            recover=lambda step, faulted: self._recover(slab, step, policy, faulted),
-        )
+        return record
 
     def _end_episodes(self, slab: Slab, step: int, result: Step) -> None:
         """Record which rows ended in a step, and after which observations."""
@@ -195,9 +200,9 @@ class AlignedLoop:
             slab.action[leaf.key][rows, step] = value[rows]
         for leaf, value in zip(layout.extras, written, strict=False):
             slab.extras[leaf.key][rows, step] = value[rows]
-        return self._clipped({key: column[:, step] for key, column in slab.action.items()})
+        return self.clipped({key: column[:, step] for key, column in slab.action.items()})
 
-    def _clipped(self, action: Arrays) -> Arrays:
+    def clipped(self, action: Arrays) -> Arrays:
         """Clip ``action`` to the bounds of its space, if the options ask for that."""
         for key, (low, high) in self._bounds.items():
             action[key] = np.clip(action[key], low, high)

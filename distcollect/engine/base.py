@@ -300,6 +300,7 @@ class EngineBase(ABC):
                     middle = clock_ns()
                 result = step_envs(action)
             except Woken:
+                interrupts.pending = True
                 continue
             except EnvError as error:
                 following = recover(step, error)
@@ -317,11 +318,7 @@ class EngineBase(ABC):
     def choose_elsewhere(self, slab: AnySlab, choose: Callable[[int], V], step: int) -> V:
         """Choose by way of another process, whose answer says which version it has used."""
         before = self.weights.version
-        try:
-            action = choose(step)
-        except Woken:
-            self.interrupts.pending = True
-            raise
+        action = choose(step)
         if before != self.weights.version:
             slab.policy_version[:, step:] = self.weights.version
         return action

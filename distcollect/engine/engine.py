@@ -15,6 +15,7 @@ from distcollect.common.step_counter import StepCounter
 from distcollect.engine.aligned_loop import AlignedLoop, action_bounds
 from distcollect.engine.base import EngineBase, seed_global_generators
 from distcollect.engine.finite import FiniteCheck
+from distcollect.engine.halves_loop import HalvesLoop
 from distcollect.engine.plan import WorkerPlan
 from distcollect.engine.ragged_loop import RaggedLoop
 from distcollect.engine.trajectories import Trajectories
@@ -108,6 +109,8 @@ class Engine(EngineBase):
         self.layout = _layout(envs, self._policy, normalizer)
         self._trajectories = Trajectories(envs.num_envs, traj_ids)
         loop = AlignedLoop if envs.is_aligned else RaggedLoop
+        if isinstance(self._policy, RemotePolicy) and self._policy.can_halve and envs.steps_parts:
+            loop = HalvesLoop
         self._loop = loop(self, self._policy, self._trajectories)
 
     def seed(self, env_seeds: Sequence[int], policy_seeds: Sequence[int]) -> None:

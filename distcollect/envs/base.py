@@ -263,8 +263,10 @@ class EnvBatch(Envs):
         final: ``[n, *shape]`` for each of ``leaves``: the true last observation of the rows whose
             episode ended in the last step; undefined for other rows.
         supports_partial_reset: single rows can be reset at any time.
+        steps_parts: some rows can be stepped before the others.
     """
 
+    steps_parts: ClassVar[bool] = False
     supports_partial_reset: bool = True
     num_outdated: int = 0
 
@@ -366,7 +368,8 @@ class EnvBatch(Envs):
         Args:
             action: ``[n, *shape]`` for each of ``action_leaves``; copied where an env may keep it.
             rows: the rows that made no transition when the last step raised Faulted, and make it
-                now; the result keeps the other rows' values of that step. None: all rows.
+                now, or a part of them, see :meth:`begin_parts`; the result keeps the other rows'
+                values of that step. None: all rows.
 
         Raises:
             Faulted: an env raised, or its observation does not fit its space.
@@ -399,6 +402,16 @@ class EnvBatch(Envs):
             self._faults = blamed(self, faults, action)
             raise self._faulted()
         return result
+
+    def begin_parts(self) -> None:
+        """Begin a step that is made in parts, by :meth:`step` with some rows after the others.
+
+        Only for envs with ``steps_parts``.
+        """
+        self._num_steps += 1
+        self._result.ended.clear()
+        self._result.terminated.fill(False)
+        self._result.truncated.fill(False)
 
     def finish_resets(self) -> None:
         """Wait until the rows that ended in the last step are reset, and ``obs`` has their start.

@@ -37,6 +37,8 @@ _TRUNCATED = "'truncated', which must be True or False"
 class SingleEnvBatch(EnvBatch):
     """A list of ``gymnasium.Env``, one for each row."""
 
+    steps_parts = True
+
     def __init__(
         self,
         envs: Sequence[Env],

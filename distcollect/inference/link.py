@@ -7,7 +7,7 @@ import os
 import select
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from distcollect.common.step_counter import TASK, StepCounter, Task
 from distcollect.errors import DeadlineError
@@ -25,6 +25,7 @@ from distcollect.inference.protocol import (
 from distcollect.policy.base import Woken
 from distcollect.policy.live_weights import LiveWeights
 from distcollect.rollout.spaces import Arrays, Leaf
+from distcollect.transport.failure import Failure
 
 # Between two attempts to reach a server that is being started.
 _RETRY_S = 0.02
@@ -41,14 +42,15 @@ class Link:
 
     Attributes:
         serving: which server it is.
+        worker_id: the slot of this process.
         weights: their version is that of the last answer.
         least: no older policy_version may answer.
         server: the slot of the server; None before it has answered.
     """
 
-    def __init__(self, serving: Serving, counter: StepCounter) -> None:
+    def __init__(self, serving: Serving, worker_id: int, counter: StepCounter) -> None:
         """Connect nowhere yet; ``counter`` says what the process does."""
-        self.serving = serving
+        self.serving, self.worker_id = serving, worker_id
         self.weights = LiveWeights(None)
         self.least = 0
         self.server: int | None = None
@@ -184,6 +186,7 @@ class Connection:
         self._num_rows, self._observation = caller.num_rows, caller.observation
         self.outputs: Arrays | None = None
         self.extras: tuple[Leaf, ...] = ()
+        self._answers: dict[int, tuple[Answer, Failure | None]] = {}  # by number
         self._socket = link.connect(deadline)
         try:
             self.receive(self.send(Kind.HELLO, content=caller), deadline, may_wake=False)
@@ -207,24 +210,34 @@ class Connection:
             raise ServerGone from None
         return self._number
 
-    def receive(self, number: int, deadline: float, *, may_wake: bool) -> Answer:
+    def receive(
+        self, number: int, deadline: float, *, others: Collection[int] = (), may_wake: bool
+    ) -> Answer:
         """Wait for the answer with this number; results lie in the memory then.
+
+        Args:
+            number: of the request.
+            deadline: by then, in seconds of the monotonic clock.
+            others: numbers of requests whose answers are kept if they come first.
+            may_wake: see :meth:`Link.answer`.
 
         Raises:
             ServerGone, DeadlineError, Woken: see :class:`Link`.
             PolicyError: the policy raised.
         """
-        while True:
+        while number not in self._answers:
             answer, fds = self._link.answer(self._socket, deadline, may_wake=may_wake)
+            failure = None
             if answer.status == Status.FAILED:
                 failure = protocol.unpacked(*fds)
-                if answer.number == number:
-                    raise failure.passed_on()
-                continue
-            if fds:
+            elif fds:
                 self._map(*fds)
-            if answer.number == number:
-                return answer
+            self._answers[answer.number] = answer, failure
+        answer, failure = self._answers[number]
+        self._answers = {n: each for n, each in self._answers.items() if n in others}
+        if failure is not None:
+            raise failure.passed_on()
+        return answer
 
     def _map(self, content: int, memory: int) -> None:
         """Map the memory that came with an answer: of the inputs first, then of the outputs."""

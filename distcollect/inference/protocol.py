@@ -139,12 +139,14 @@ class Caller:
     """What a worker says of itself in its first message.
 
     Attributes:
+        worker_id: its slot.
         observation_space, action_space: of a single env.
         observation: leaves of the observations.
         num_rows: how many envs it asks for.
         exploration: the value of an :class:`~distcollect.policy.base.Exploration`.
     """
 
+    worker_id: int
     observation_space: Any
     action_space: Any
     observation: tuple[Leaf, ...]

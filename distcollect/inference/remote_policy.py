@@ -8,18 +8,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import gymnasium as gym
+import numpy as np
 import torch
 
 from distcollect.errors import PolicyError
 from distcollect.inference.link import Connection, Link, ServerGone
-from distcollect.inference.protocol import STREAM, Answer, Caller, Kind
+from distcollect.inference.protocol import STREAM, Caller, Kind
 from distcollect.policy.base import Exploration, Policy, PolicyOutput
 from distcollect.policy.calling import Tensors
 from distcollect.policy.noise import Actions, noises_of
 from distcollect.policy.per_env_rng import PerEnvRng
 from distcollect.policy.random import RandomPolicy
 from distcollect.policy.recurrent import PolicyState
-from distcollect.rollout.spaces import Arrays, Leaf
+from distcollect.rollout.spaces import Arrays, Leaf, leaves_of
 
 
 def served(*_: Any, **__: Any) -> Any:
@@ -67,7 +68,12 @@ class RemotePolicy(Policy):
         self._observation = observation
         self._num_rows = len(next(iter(observation.values())))
         self._caller = Caller(
-            observation_space, action_space, tuple(leaves), self._num_rows, exploration.value
+            link.worker_id,
+            observation_space,
+            action_space,
+            tuple(leaves),
+            self._num_rows,
+            exploration.value,
         )
         self._random = RandomPolicy(action_space, self._num_rows)  # of noise
         self.noises = noises_of(
@@ -77,10 +83,11 @@ class RemotePolicy(Policy):
             self.noises = ()
         self._rng: PerEnvRng | None = None
         self._connection: Connection | None = None
-        self._extras: tuple[Leaf, ...] | None = None
+        self._extras: tuple[Leaf, ...] = ()
+        self._num_actions = len(leaves_of(action_space, "action"))
+        self._asked: dict[range, int] = {}  # to the request's number; 0: it is to be sent again
         connection = self._connected(self._deadline())
-        if (state := connection.served.state) is not None:
-            self._at_begin: Arrays = {leaf.key: leaf.zeros(self._num_rows) for leaf in state}
+        if connection.served.state is not None:
             self.state = PolicyState(
                 self._num_rows,
                 self._initial_state,
@@ -90,34 +97,19 @@ class RemotePolicy(Policy):
 
     @property
     def extras(self) -> tuple[Leaf, ...]:
-        return self._extras or ()
+        return self._extras
 
     def seed(self, seeds: Sequence[int]) -> None:
         self._rng = PerEnvRng(seeds)
         self._random.seed(seeds)
 
     def __call__(self, rows: Sequence[int] | None = None) -> PolicyOutput:
-        answer = self._ask(Kind.CHOOSE, may_wake=rows is None)
-        connection = self._connection
-        assert connection is not None
-        assert connection.outputs is not None
-        self.link.expect(answer.version)
-        self.on_answer(
-            queue_ns=answer.queue_ns,
-            forward_ns=answer.forward_ns,
-            num_rows=answer.num_rows,
-            num_computed=answer.num_computed,
-        )
-        if self._extras is None:
-            self._extras = connection.extras
-        # Copied, as an env may keep its action.
-        arrays = [array.copy() for array in connection.outputs.values()]
-        num_actions = len(arrays) - len(self._extras) - len(connection.served.state or ())
-        num_outputs = num_actions + len(self._extras)
+        everyone = range(self._num_rows)
+        self.forget_requests()
+        self.ask(everyone)
+        arrays = self.take(everyone, rows, may_wake=rows is None)
+        num_actions, num_outputs = self._num_actions, self._num_actions + len(self.extras)
         actions: Actions = arrays[:num_actions]
-        if self._rng is not None:
-            self._rng.next_frame(rows)
-            self._rng.num_drawn = answer.drawn
         if self.noises:
             with self._drawing():
                 for noise in self.noises:
@@ -126,47 +118,112 @@ class RemotePolicy(Policy):
             self.state.advance(arrays[num_outputs:], rows)
         return actions, arrays[num_actions:num_outputs]
 
+    @property
+    def can_halve(self) -> bool:
+        """True if rows can be asked for apart: nothing here has to be done for all at once."""
+        return self._num_rows > 1 and self.state is None and not self.noises
+
+    def ask(self, rows: range) -> None:
+        """Ask for the actions of these rows, whose observations are there; see :meth:`take`."""
+        self._asked[rows] = 0
+        with contextlib.suppress(ServerGone):  # then take() asks again
+            self._send(rows, self._connected(self._deadline()))
+
+    def is_asked(self, rows: range) -> bool:
+        """Return True if exactly these rows were asked for, and not taken."""
+        return rows in self._asked
+
+    def forget_requests(self) -> None:
+        """What was asked for is not taken."""
+        self._asked.clear()
+
+    def take(
+        self, rows: range, which: Sequence[int] | None = None, *, may_wake: bool
+    ) -> list[np.ndarray]:
+        """Wait for what was asked for: action, extras and next state, ``[k, *shape]`` of k rows.
+
+        Args:
+            rows: as they were asked for.
+            which: of these, those whose frames go on; None: all.
+            may_wake: raise Woken if something else is to be done first.
+
+        Raises:
+            DeadlineError: no server answered in time.
+            PolicyError: the policy raised.
+            Woken: see above, and at the end.
+        """
+        deadline = self._deadline()
+        while True:
+            connection = self._connected(deadline)
+            try:
+                for each, number in list(self._asked.items()):
+                    if not number:
+                        self._send(each, connection)
+                numbers = self._asked.values()
+                answer = connection.receive(
+                    self._asked[rows], deadline, others=numbers, may_wake=may_wake
+                )
+            except ServerGone:
+                self._lose(connection)
+                continue
+            break
+        del self._asked[rows]
+        self.link.expect(answer.version)
+        self.on_answer(
+            queue_ns=answer.queue_ns,
+            forward_ns=answer.forward_ns,
+            num_rows=answer.num_rows,
+            num_computed=answer.num_computed,
+        )
+        assert connection.outputs is not None
+        self._extras = connection.extras
+        if self._rng is not None:
+            whole = len(rows) == self._num_rows
+            self._rng.next_frame(which if whole else rows)
+            self._rng.num_drawn = answer.drawn
+        part = slice(rows.start, rows.stop)
+        # Copied, as an env may keep its action.
+        return [array[part].copy() for array in connection.outputs.values()]
+
+    def _send(self, rows: range, connection: Connection) -> None:
+        part, drawn = slice(rows.start, rows.stop), -1
+        state = {} if self.state is None else self.state.arrays
+        for key, array in (*self._observation.items(), *state.items()):
+            connection.inputs[key][part] = array[part]
+        if self._rng is not None:
+            connection.inputs[STREAM.key][part] = self._rng.states[part, 0]
+            drawn = 0
+        self._asked[rows] = connection.send(Kind.CHOOSE, rows.start, len(rows), drawn)
+
+    def _lose(self, connection: Connection) -> None:
+        """The server has ended: what was asked of it is asked of the next one."""
+        connection.close()
+        self._connection = None
+        self._asked = dict.fromkeys(self._asked, 0)
+
     def _drawing(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if self._rng is None else self._rng.drawing()
 
     def _initial_state(self) -> Tensors:
         """The state at the start of episodes, ``[n, *shape]`` for each entry."""
-        answer = self._ask(Kind.BEGIN, may_wake=False)
-        if self._rng is not None:
-            self._rng.num_drawn = answer.drawn
-        return {key: torch.from_numpy(array) for key, array in self._at_begin.items()}
-
-    def _ask(self, kind: Kind, *, may_wake: bool) -> Answer:
-        """Ask for all rows, again if the server has ended; the results lie in its memory.
-
-        Raises:
-            DeadlineError: no server answered in time.
-            PolicyError: the policy raised.
-            Woken: something else is to be done first; only if it ``may_wake``, or at the end.
-        """
         deadline = self._deadline()
         while True:
-            connection = self._connected(deadline)
-            drawn = -1
+            connection, drawn = self._connected(deadline), -1
             try:
-                for key, array in self._observation.items():
-                    connection.inputs[key][:] = array
-                if self.state is not None and kind is Kind.CHOOSE:
-                    for key, array in self.state.arrays.items():
-                        connection.inputs[key][:] = array
                 if self._rng is not None:
                     connection.inputs[STREAM.key][:] = self._rng.states[:, 0]
                     drawn = self._rng.num_drawn
-                number = connection.send(kind, 0, self._num_rows, drawn)
-                answer = connection.receive(number, deadline, may_wake=may_wake)
+                number = connection.send(Kind.BEGIN, 0, self._num_rows, drawn)
+                others = self._asked.values()
+                answer = connection.receive(number, deadline, others=others, may_wake=False)
             except ServerGone:
-                connection.close()
-                self._connection = None
+                self._lose(connection)
                 continue
-            if kind is Kind.BEGIN:
-                for key, array in self._at_begin.items():
-                    array[:] = connection.inputs[key]
-            return answer
+            break
+        if self._rng is not None:
+            self._rng.num_drawn = answer.drawn
+        state = connection.served.state or ()
+        return {leaf.key: torch.from_numpy(connection.inputs[leaf.key].copy()) for leaf in state}
 
     def _connected(self, deadline: float) -> Connection:
         """The connection, or one to the server that took the place of another."""

@@ -78,13 +78,7 @@ class _Group:
 
     def is_for(self, other: Caller) -> bool:
         """Return True if that caller's rows can be computed with these."""
-        own = self.caller
-        return (own.exploration, own.observation, own.observation_space, own.action_space) == (
-            other.exploration,
-            other.observation,
-            other.observation_space,
-            other.action_space,
-        )
+        return replace(other, worker_id=self.caller.worker_id) == self.caller
 
 
 @dataclass(eq=False)
@@ -95,6 +89,8 @@ class _Client:
         socket: to it.
         group: what it belongs to; known from its hello on.
         num_rows: of its memory.
+        place: of its first row in a forward pass after a seed. Where a row stands may change the
+            last bits of what is computed for it.
         inputs, outputs: see :class:`.link.Connection`.
         untold: leaves and descriptor of the outputs, until it is told of them.
         halves: the first rows of its requests for actions.
@@ -103,6 +99,7 @@ class _Client:
     socket: socket.socket
     group: _Group = field(init=False)
     num_rows: int = 0
+    place: int = 0
     inputs: Arrays = field(default_factory=dict)
     outputs: Arrays | None = None
     untold: tuple[object, int] | None = None
@@ -118,8 +115,14 @@ class _Waiting:
     since: int
 
     @property
+    def numbers(self) -> range:
+        """Of the client's rows."""
+        return range(self.request.first, self.request.first + self.request.num_rows)
+
+    @property
     def rows(self) -> slice:
-        return slice(self.request.first, self.request.first + self.request.num_rows)
+        """The same, for arrays."""
+        return slice(self.numbers.start, self.numbers.stop)
 
 
 class InferenceServer:
@@ -233,13 +236,20 @@ class InferenceServer:
             elif request.kind == Kind.BEGIN:
                 self._begin(client, request)
             else:
-                key = client, request.first
-                self._waiting.pop(key, None)  # one that the worker doesn't wait for any more
-                client.halves.add(request.first)
-                self._waiting[key] = _Waiting(client, request, clock_ns())
-                self._is_asked(self._waiting[key])
+                self._choose(_Waiting(client, request, clock_ns()))
         except Exception as error:  # noqa: BLE001 - the worker raises it
             self._fail(client, request, error)
+
+    def _choose(self, new: _Waiting) -> None:
+        client, first = new.client, new.request.first
+        for half in client.halves:  # the worker doesn't wait any more for what has the same rows
+            old = self._waiting.get((client, half))
+            if old is not None and {*old.numbers}.intersection(new.numbers):
+                del self._waiting[client, half]
+                self._batching.gone((client, half))
+        client.halves.add(first)
+        self._waiting[client, first] = new
+        self._is_asked(new)
 
     def _meet(self, client: _Client, request: Request, caller: Caller) -> None:
         """Tell a worker what it has to know of the policy."""
@@ -256,6 +266,7 @@ class InferenceServer:
             has_is_init, at_root = IS_INIT in state.leaves, tuple(state.at_root)
             served = replace(served, state=state.entries, has_is_init=has_is_init, at_root=at_root)
         client.group, client.num_rows = group, caller.num_rows
+        client.place = caller.worker_id % (group.most // caller.num_rows) * caller.num_rows
         leaves = (*caller.observation, STREAM, *served.inputs)
         memory, client.inputs = protocol.make_memory(leaves, caller.num_rows)
         try:
@@ -293,22 +304,21 @@ class InferenceServer:
     def _launch(self) -> None:
         """Compute what waits, as far as it fits into one pass: first what has waited longest."""
         batch = self._next_batch()
-        group, request = batch[0].client.group, batch[0].request
-        num_rows = sum(each.request.num_rows for each in batch)
-        is_seeded = request.drawn >= 0
+        requests = [each for each, _ in batch]
+        group, is_seeded = requests[0].client.group, requests[0].request.drawn >= 0
+        num_rows = sum(each.request.num_rows for each in requests)
         num_computed = group.most if is_seeded else self._padded(num_rows, group.most)
         begin = clock_ns()
         try:
             with self._counter.doing(Task.SERVE):
-                drawn = self._compute(group, batch, num_computed, is_seeded=is_seeded)
+                drawn = self._compute(batch, num_computed)
         except Exception as error:  # noqa: BLE001 - the workers raise it
-            for each in batch:
+            for each in requests:
                 self._fail(each.client, each.request, error)
         else:
-            took = clock_ns() - begin
-            for each in batch:
+            version, took = self._weights.version, clock_ns() - begin
+            for each in requests:
                 number, queued = each.request.number, begin - each.since
-                version = self._weights.version
                 answer = Answer(
                     Status.DONE, number, version, drawn, queued, took, num_rows, num_computed
                 )
@@ -318,21 +328,24 @@ class InferenceServer:
                     os.close(memory)
                     each.client.untold = None
         now = clock_ns()
-        callers = [(each.client, each.request.first) for each in batch]
+        callers = [(each.client, each.request.first) for each in requests]
         self._batching.answered(callers, now, now - begin)
 
-    def _next_batch(self) -> list[_Waiting]:
-        """Take requests that one pass can answer out of those that wait."""
+    def _next_batch(self) -> list[tuple[_Waiting, slice]]:
+        """Take requests that one pass can answer out of those that wait, with their rows in it."""
         may = [w for w in self._waiting.values() if w.request.least <= self._weights.version]
-        first, num_rows = may[0], 0
+        group, is_seeded = may[0].client.group, may[0].request.drawn >= 0
+        taken = np.zeros(group.most, bool)
         batch = []
         for each in may:
-            fits = num_rows + each.request.num_rows <= first.client.group.most
-            is_alike = (each.request.drawn >= 0) == (first.request.drawn >= 0)
-            if fits and is_alike and each.client.group is first.client.group:
-                batch.append(each)
-                num_rows += each.request.num_rows
-                del self._waiting[each.client, each.request.first]
+            client, request = each.client, each.request
+            if client.group is group and (request.drawn >= 0) == is_seeded:
+                begin = client.place + request.first if is_seeded else int(taken.sum())
+                rows = slice(begin, begin + request.num_rows)
+                if rows.stop <= group.most and not taken[rows].any():
+                    taken[rows] = True
+                    batch.append((each, rows))
+                    del self._waiting[client, request.first]
         return batch
 
     def _padded(self, num_rows: int, most: int) -> int:
@@ -341,34 +354,32 @@ class InferenceServer:
             return num_rows
         return min(most, 1 << (num_rows - 1).bit_length())
 
-    def _compute(
-        self, group: _Group, batch: list[_Waiting], num_computed: int, *, is_seeded: bool
-    ) -> int:
+    def _compute(self, batch: list[tuple[_Waiting, slice]], num_computed: int) -> int:
         """Write to the workers' outputs; how many random numbers each row has drawn by now."""
-        policy = group.policy(num_computed)
+        first = batch[0][0]
+        group, policy = first.client.group, first.client.group.policy(num_computed)
         arrays = {**group.observation, **(policy.state.arrays if policy.state else {})}
-        if is_seeded:
+        rng = None
+        if first.request.drawn >= 0:
             arrays[STREAM.key] = np.zeros(num_computed, np.uint64)
         for key, array in arrays.items():
-            end = 0
-            for each in batch:
-                begin, end = end, end + each.request.num_rows
-                array[begin:end] = each.client.inputs[key][each.rows]
-            array[end:num_computed] = array[0]  # what a policy can work with
-        rng = PerEnvRng(arrays[STREAM.key]) if is_seeded else None
+            # As padding, what a policy can work with.
+            array[:num_computed] = first.client.inputs[key][first.request.first]
+            for each, rows in batch:
+                array[rows] = each.client.inputs[key][each.rows]
+        if first.request.drawn >= 0:
+            rng = PerEnvRng(arrays[STREAM.key])
         policy.draw_from(rng)
         with policy.exploring():
             actions, extras = policy()
         entries = policy.state.entries if policy.state else ()
         results = [*actions, *extras, *(arrays[leaf.key] for leaf in entries)]
-        end = 0
-        for each in batch:
-            begin, end = end, end + each.request.num_rows
+        for each, rows in batch:
             if each.client.outputs is None:
                 self._make_outputs(each.client, policy)
             assert each.client.outputs is not None
             for target, result in zip(each.client.outputs.values(), results, strict=True):
-                target[each.rows] = result[begin:end]
+                target[each.rows] = result[rows]
         return -1 if rng is None else rng.num_drawn
 
     def _make_outputs(self, client: _Client, policy: UserPolicy) -> None:

@@ -103,6 +103,10 @@ class StepTimer:
         if self._keeps_steps:
             self._steps.append((begin, middle, end))
 
+    def waited(self, ns: int) -> None:
+        """In what was timed as a step of the envs, so long was waited for the policy."""
+        self._sums.update(policy_ns=ns, env_ns=-ns)
+
     def answered(self, **sums: int) -> None:
         """An inference server has answered; see :class:`WorkReport`."""
         self._sums.update(sums, num_answers=1)

@@ -268,7 +268,7 @@ class Worker(WorkerService):
         if plan.serving is not None:
             if plan.serving.is_server:
                 return self._start_serving(plan, plan.serving)
-            self._link = Link(plan.serving, self.counter)
+            self._link = Link(plan.serving, self.worker_id, self.counter)
             if self._stopping:
                 self._link.stop()
             plan = replace(plan, link=self._link)

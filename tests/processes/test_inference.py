@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,29 @@ class MaskedEnv(gym.Env[Any, Any]):
         return self.observe(), 1.0, bool(self.np_random.random() < 0.2), False, {}
 
 
+class FailingEnv(CountingEnv):
+    """Raises in some steps and resets, but not in the first ones, which have no seed."""
+
+    resets = 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        found = super().reset(seed=seed)
+        self.fails = self.np_random.random() < 0.1
+        self.resets += 1
+        if self.resets > 2 and self.np_random.random() < 0.02:
+            raise OSError("the simulator can't be reset")
+        return found
+
+    def step(self, action: Any) -> Any:
+        if self.fails and self.steps == 2:
+            raise OSError("the simulator crashed")
+        return super().step(action)
+
+
+def several() -> gym.vector.VectorEnv[Any, Any, Any]:
+    return gym.make_vec("CartPole-v1", N, vectorization_mode="sync")
+
+
 class Masked(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +169,23 @@ def of_tensordicts() -> TensorDictSequential:
     )
 
 
+def five_actions() -> nn.Module:
+    torch.manual_seed(2)
+    return OfLogits(nn.Linear(4, 5))
+
+
+class OfLogits(nn.Module):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, observation: torch.Tensor) -> Categorical:
+        return Categorical(logits=self.net(observation))
+
+
 CASES: dict[str, tuple[Any, Any]] = {
+    "env faults": (FailingEnv, five_actions),
+    "vector env": (several, CategoricalPolicy),
     "distribution": ("CartPole-v1", CategoricalPolicy),
     "dropout": ("Pendulum-v1", Gaussian),
     "noise": ("Pendulum-v1", lambda: dc.GaussianNoise(dc.EpsilonGreedy(Mean(), 0.2), 0.1)),
@@ -165,6 +205,8 @@ def batches(env: Any, policy: Any, inference: dc.Inference | None) -> list[Tenso
         frames_per_batch=W * N * T,
         total_frames=3 * W * N * T,
         sync=True,
+        max_frames_per_traj=30,
+        faults=dc.Faults(max_env_faults=5),
         inference=inference,
     ) as collector:
         collector.set_seed(7)
@@ -189,6 +231,7 @@ def test_the_frames_are_those_of_workers_with_policies_of_their_own(case: str) -
     at_first = cloudpickle.dumps(policy)
     expected = batches(env, policy, None)
     found = batches(env, cloudpickle.loads(at_first), ON_HOST)
+    assert any(like["collector", "faulted"].any() for like in expected) == (case == "env faults")
     for batch, like in zip(found, expected, strict=True):
         assert set(batch.keys(True, True)) == set(like.keys(True, True))
         for key in like.keys(True, True):
@@ -280,6 +323,31 @@ def test_workers_and_server_that_are_killed_lose_no_frame_without_a_cause() -> N
         total = collector.ledger.total
         assert total.stepped == total.delivered + sum(total.lost.values())
         assert not total.at_most
+
+
+def test_a_rollout_can_end_early_while_the_server_is_away() -> None:
+    with dc.MultiSyncDataCollector(
+        ProcessIdEnv,
+        told := Telling(),
+        num_workers=1,
+        envs_per_worker=2,
+        frames_per_batch=200_000,
+        batch_deadline_s=3,
+        inference=dc.Inference("host"),
+        faults=dc.Faults(restart_pause_s=100),
+    ) as collector:
+        pid = int(collector.next()["pid"].flatten()[0])
+        # The second process that is replaced in a row is replaced after a pause only.
+        for _ in range(2):
+            timer = threading.Timer(1, os.kill, (pid, signal.SIGKILL))
+            timer.start()
+            begin = time.monotonic()
+            batch = collector.next()
+            assert 0 < int(batch["collector", "mask"].sum()) < 200_000
+            assert time.monotonic() - begin < 60
+            timer.join()
+            pid = int(batch["pid"][batch["collector", "mask"]][-1])
+        assert told.weight == 0
 
 
 class Hanging(Telling):
