@@ -15,7 +15,7 @@ import torch
 import distcollect as dc
 from benchmarks.items import Values
 from benchmarks.windows import Batch, frames_per_s
-from benchmarks.workloads import SLEEPING, WORKLOADS, Workload
+from benchmarks.workloads import SLEEPING, SLEEPING_IMAGES, WORKLOADS, Workload
 from distcollect.commands.bench import BareLoop, loop_processes
 
 _RANDOM_STEPS = 128
@@ -65,6 +65,20 @@ def run_workers(seconds: float, *, name: str, kind: str, **options: Any) -> Valu
     """An asynchronous collector of that name; the trainer only counts."""
     with getattr(dc, kind)(**arguments(WORKLOADS[name], **options)) as collector:
         return {"frames_per_s": frames_per_s(counted(collector), seconds)}
+
+
+def run_inference(seconds: float, *, where: str, images: bool) -> Values:
+    """Policies in each worker, or in an inference server; ``images``: 8 workers, and a CNN."""
+    workload, num_workers = (SLEEPING_IMAGES, 8) if images else (WORKLOADS["cartpole-1"], 1)
+    given = arguments(workload, num_workers=num_workers, inference=dc.Inference(where))
+    with dc.MultiaSyncDataCollector(**given) as collector:
+        values = {"frames_per_s": frames_per_s(counted(collector), seconds)}
+        stats = collector.stats()
+    served = stats.inference
+    if served.num_answers:
+        values |= {"queue_ms": served.queue_s * 1e3, "forward_ms": served.forward_s * 1e3}
+        values |= {"envs_at_once": served.num_envs, "fill": served.fill}
+    return values
 
 
 def run_sleeping(seconds: float, *, num_workers: int, random: bool) -> Values:

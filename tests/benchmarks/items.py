@@ -155,6 +155,15 @@ def _torchrl_async() -> Iterator[tuple[str, Part]]:
             yield f"{regime}-{who}", part
 
 
+def _inference() -> Iterator[tuple[str, Part]]:
+    for prefix, about in (("images", "8 workers, CNN"), ("cartpole", "1 worker, 64x64 MLP")):
+        for where in ("worker", "host"):
+            options = {"where": where, "images": prefix == "images"}
+            words = f"{about}, policy on the {where}"
+            baseline = f"{prefix}-worker" if where == "host" else None
+            yield f"{prefix}-{where}", Part(words, "contenders:run_inference", options, baseline)
+
+
 _NATIVE = (
     *(f"envpool-{name}" for name in ("cartpole-16", "cartpole-256", "cartpole-1024", "pong")),
     *("envpool-cheetah", "envpool-ant"),
@@ -215,6 +224,7 @@ ITEMS: dict[str, Item] = {
             for size in (1, 100)
         },
     ),
+    "inference": Item("policies in workers, and in an inference server", dict(_inference())),
     "scaling": Item("workers with a 5 ms sleeping env", dict(_scaling())),
     "scale": Item("the trainer's bookkeeping for simulated workers", dict(_scale())),
 }

@@ -134,6 +134,16 @@ class SleepingEnv(gym.Env[Any, Any]):
         return self._observation, 1.0, self._frames == _EPISODE, False, {}
 
 
+class SleepingImages(SleepingEnv):
+    """The same, with an image of random bytes."""
+
+    observation_space = spaces.Box(0, 255, (4, 84, 84), np.uint8)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._observation = np.random.default_rng(0).integers(0, 256, (4, 84, 84), np.uint8)
+
+
 class BigEnv(gym.Env[Any, Any]):
     """Writes a new image (uint8 ``[side, side]``) for each step; 100 frames an episode."""
 
@@ -196,6 +206,7 @@ def corner_policy() -> nn.Module:
 
 _CARTPOLE = (make_cartpole, small_policy)
 SLEEPING = Workload(SleepingEnv, small_policy, 1, 32)
+SLEEPING_IMAGES = Workload(SleepingImages, partial(cnn_policy, 2), 4, 32)
 
 WORKLOADS: dict[str, Workload] = {
     "cartpole-1": Workload(*_CARTPOLE, 1, 1024),
