@@ -22,7 +22,8 @@ class PeerMemory:
     """The memory of a peer on this host, which can be mapped here."""
 
     def __init__(self) -> None:
-        self._mapped: dict[Segment, torch.Tensor] = {}
+        self._mapped: dict[str, torch.Tensor] = {}  # by the segment's name
+        self._views: dict[tuple[str, int], torch.Tensor] = {}  # also by the offset
 
     @classmethod
     def of(cls, sample: Segment | None) -> PeerMemory | None:
@@ -35,17 +36,20 @@ class PeerMemory:
             return None
         return cls()
 
-    def own(self, tensor: torch.Tensor | SharedTensor) -> torch.Tensor:
-        """Return a tensor that was sent, or a copy of it if it lies there.
+    def view(self, tensor: SharedTensor) -> torch.Tensor:
+        """Return a tensor that lies there; a worker gives the same ones again and again.
 
         Raises:
             OSError: the peer has ended, before any of that memory was mapped.
         """
-        if isinstance(tensor, torch.Tensor):
-            return tensor
-        if tensor.segment not in self._mapped:
-            self._mapped[tensor.segment] = map_segment(tensor.segment)
-        return tensor_cache.copy_of(tensor.within(self._mapped[tensor.segment]))
+        segment, offset, _, _ = tensor
+        view = self._views.get((segment.name, offset))
+        if view is None:
+            if segment.name not in self._mapped:
+                self._mapped[segment.name] = map_segment(segment)
+            view = tensor.within(self._mapped[segment.name])
+            self._views[segment.name, offset] = view
+        return view
 
 
 class Copier:
@@ -65,19 +69,27 @@ class Copier:
             sent: tensors, and SharedTensors where they are to be copied.
             deliver: gets the tensors.
         """
+        tensors, places, num_bytes = [*sent], [], 0
+        try:
+            for at, each in enumerate(sent):
+                if memory is not None and isinstance(each, SharedTensor):
+                    tensors[at] = memory.view(each)
+                    places.append(at)
+                    num_bytes += tensors[at].nbytes
+        except OSError as cause:
+            deliver(None, peer_is_gone(peer, cause))
+            return
 
         def copy_all() -> None:
             try:
-                copies = [tensor if memory is None else memory.own(tensor) for tensor in sent]
-            except OSError as cause:
-                deliver(None, peer_is_gone(peer, cause))
+                for at in places:
+                    tensors[at] = tensor_cache.copy_of(tensors[at])
             except Exception as cause:  # noqa: BLE001 - raised where the rollout is waited for
                 deliver(None, cause)
             else:
-                deliver(copies, None)
+                deliver(tensors, None)
 
-        shared = [tensor.nbytes for tensor in sent if isinstance(tensor, SharedTensor)]
-        if sum(shared) > _COPIED_AT_ONCE_BYTES:
+        if num_bytes > _COPIED_AT_ONCE_BYTES:
             self._thread.put(copy_all)
         else:
             copy_all()
