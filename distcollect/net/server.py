@@ -447,7 +447,8 @@ class JoinServer:
         was_admitted = connection.state is State.ADMITTED
         connection.state = State.CLOSED
         del self._deadlines[connection]
-        with contextlib.suppress(KeyError):  # it was refused, or gone when it was accepted
+        # It was refused, or gone when it was accepted; or TLS took its descriptor, and failed.
+        with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(connection.sock)
         connection.outbox.close()
         if was_admitted:

@@ -119,7 +119,12 @@ class TrainerTls(NamedTuple):
     fingerprint: bytes
 
     def wrap(self, sock: Any) -> TlsSocket:
-        """Return a socket that doesn't block with TLS; ``sock`` can't be used any more."""
+        """Return a socket that doesn't block with TLS; ``sock`` can't be used any more.
+
+        Raises:
+            OSError: the peer is gone; ``sock`` can't be used either.
+        """
+        sock.getpeername()  # else ssl takes the descriptor first, and leaves it open
         wrapped = self.context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
         return TlsSocket(wrapped)
 

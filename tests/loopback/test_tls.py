@@ -207,6 +207,18 @@ def test_strangers_are_refused_and_who_has_joined_does_not_notice(
     assert events.next("received") == Kill(1, 2)
 
 
+def test_strangers_that_leave_as_tls_begins_do_not_end_the_server(
+    server: JoinServer, events: Recorder, connect: Connect
+) -> None:
+    """Then there is nothing to make a connection with TLS of."""
+    for _ in range(200):
+        with socket.create_connection(("127.0.0.1", server.port), SOON_S) as sock:
+            sock.sendall(with_length(JoiningSide(TOKEN).opening) + bytes(5000))
+    client = connect(server)
+    assert client.join(hello(), TOKEN) == WELCOME
+    events.next("admitted")
+
+
 class Between:
     """Passes bytes on between a process and the trainer, and damages one of them."""
 
