@@ -252,8 +252,8 @@ class BareLoop:
         if num_steps is None:
             self.rollout()
             per_rollout_s = self.rollout() / _rate(self.rollout, 2 * _ROLLOUT_S)
-            num_steps = round(_TRIAL_STEPS * _ROLLOUT_S / per_rollout_s)
-        self._allocate(min(max(1, num_steps), _MOST_STEPS))
+            num_steps = min(max(1, round(_TRIAL_STEPS * _ROLLOUT_S / per_rollout_s)), _MOST_STEPS)
+        self._allocate(num_steps)
 
     def _allocate(self, num_steps: int) -> None:
         self.num_steps = num_steps
