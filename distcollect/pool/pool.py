@@ -253,7 +253,8 @@ class Pool(MembershipObserver):
 
     def account(self, worker_id: int, incarnation: int, cause: str, stepped: int | None) -> None:
         """Settle the frames of a process that is gone."""
-        self._loop.post(self._core.requests.account, worker_id, incarnation, cause, stepped)
+        if worker_id not in self.served_by.values():  # a server steps none
+            self._loop.post(self._core.requests.account, worker_id, incarnation, cause, stepped)
 
     def fail(self, error: BaseException) -> None:
         """The run can't go on: the user's thread raises ``error``. The first error counts."""

@@ -320,6 +320,7 @@ def test_workers_and_server_that_are_killed_lose_no_frame_without_a_cause() -> N
             pids += batch["pid"].unique().tolist()
         assert len(set(pids)) == 3
         collector.shutdown()
+        assert {*collector.ledger.workers} == {0, 1}
         total = collector.ledger.total
         assert total.stepped == total.delivered + sum(total.lost.values())
         assert not total.at_most
