@@ -213,6 +213,7 @@ class Checkpoint:
         self._check()
         self._check_start()
         if identity().trainer != 0:
+            self._saved_at = time.monotonic()
             return
         states = {
             name: part if isinstance(part, dict) else part.state_dict()
@@ -260,7 +261,7 @@ class Checkpoint:
         value = (
             episodes.mean_return if self._best == "return" else episodes.metrics[str(self._best)]
         )
-        return _NO_RESULT if math.isnan(value) else (is_evaluated, value)
+        return (is_evaluated, value) if math.isfinite(value) else _NO_RESULT
 
     def step(self) -> bool:
         """Save if it is time, or if an evaluation was the best; if told to end, save and exit.
@@ -269,7 +270,7 @@ class Checkpoint:
         step, and before the new weights are published.
 
         Returns:
-            Whether it saved.
+            Whether it saved; of several trainers, only the first one does.
 
         Raises:
             SystemExit: the process was told to end; with exit code 75.
@@ -286,7 +287,7 @@ class Checkpoint:
         is_due = is_best or time.monotonic() - self._saved_at >= self._every_s
         if is_due:
             self.save()
-        return is_due
+        return is_due and identity().trainer == 0
 
     def _check(self) -> None:
         if not self._file_checked and self.path.exists():

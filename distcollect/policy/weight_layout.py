@@ -330,8 +330,12 @@ def published(policy: object, models: Mapping[str, nn.Module]) -> nn.Module | No
 
 
 def is_part(source: object, module: nn.Module | None) -> bool:
-    """Return True if ``source`` is a module, or one of its parts."""
-    return module is not None and any(source is part for part in module.modules())
+    """Return True if ``source`` is a module, or one of its parts, or a callable of such ones."""
+    if module is None or not callable(source):
+        return False
+    parts = {id(part) for part in module.modules()}
+    held = held_modules(called_by(source)).values() or [source]
+    return all(id(each) in parts for each in held)
 
 
 def named_tensors(source: object) -> dict[str, torch.Tensor]:

@@ -90,6 +90,10 @@ def checked_scalars(values: object) -> dict[str, float]:
                 f"{what}: {given!r} is no number: pass a float, an int or a tensor without "
                 "dimensions, such as loss.mean()"
             )
+        try:
+            float(value)
+        except OverflowError:
+            raise ArgumentError(f"{what}: has too many digits for a float") from None
         scalars[name] = value
     return scalars
 

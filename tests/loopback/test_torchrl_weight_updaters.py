@@ -165,6 +165,20 @@ class TestNamesOfUpdatePolicyWeights:
         batch = collector.next()
         assert [told(batch, row)["wide"] for row in (0, 1)] == [2, 2]
 
+    def test_of_a_function_that_holds_a_model(self, collect: Collect) -> None:
+        """What it holds is published by the model's name, so the function may stand for it."""
+        net = Telling(1)
+
+        def policy(observation: Any) -> Any:
+            return net(observation)
+
+        for models in ({}, {"net": net}):
+            collector = collect(policy, models=models)
+            net.fill(3)
+            collector.update_policy_weights_(collector.policy)
+            assert told(collector.next(), 0)["wide"] == 3
+            collector.shutdown()
+
     def test_of_models(self) -> None:
         policy, norm = parts = Telling(1), Telling(1)
         with dc.SyncDataCollector(

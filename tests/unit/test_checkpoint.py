@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import signal
@@ -18,6 +19,7 @@ from torch import nn
 
 import distcollect as dc
 from distcollect.common import signals
+from distcollect.common.peer_ids import Identity
 from distcollect.launch.run_folder import ENDED, LISTENING, RUN_VARIABLE, RunFolder, RunOver
 
 
@@ -148,6 +150,36 @@ def test_the_last_files_and_the_best_are_kept(
         assert checkpoint.load(checkpoint.best_path)
         assert policy.value.item() == 7.0
         assert train(collector, (2.0,)) == [True], "compared with the best return"
+
+
+class Unbounded(Echo):
+    def step(self, action: Any) -> Any:
+        observation, reward, *rest = super().step(action)
+        return observation, math.inf if reward > 10 else reward, *rest
+
+
+def test_an_infinite_return_is_not_the_best_for_ever(tmp_path: Path) -> None:
+    policy = Constant()
+    with dc.SyncDataCollector(Unbounded, policy, frames_per_batch=4, check_nan=False) as collector:
+        checkpoint = dc.Checkpoint(
+            tmp_path / "c.pt", every_s=1e6, best="return", policy=policy, collector=collector
+        )
+        saved = []
+        for value in (1.0, 11.0, 2.0):
+            nn.init.constant_(policy.value, value)
+            collector.evaluate(1)
+            saved.append(checkpoint.step())
+    assert saved == [True, False, True]
+
+
+def test_other_trainers_do_not_say_that_they_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = Identity("run", trainer=1, num_trainers=2)
+    monkeypatch.setattr("distcollect.collectors.checkpoint.identity", lambda: other)
+    checkpoint = dc.Checkpoint(tmp_path / "c.pt", every_s=1e-9, part=nn.Linear(1, 1))
+    assert not checkpoint.step()
+    assert not checkpoint.path.exists()
 
 
 def no_links(*_: object) -> None:
