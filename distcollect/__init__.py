@@ -11,6 +11,7 @@
 """
 
 import importlib as _importlib
+from difflib import get_close_matches as _get_close_matches
 from typing import Any as _Any
 
 from distcollect.common.lazy_compiler import import_compiler_late as _import_compiler_late
@@ -63,7 +64,9 @@ __all__ = [*sorted(_MODULES), "__version__"]  # noqa: PLE0604 - they are strings
 
 def __getattr__(name: str) -> _Any:
     if name not in _MODULES:
-        raise AttributeError(f"module 'distcollect' has no attribute {name!r}")
+        close = _get_close_matches(name, __all__, 1)
+        hint = f". Did you mean {close[0]!r}?" if close else ""
+        raise AttributeError(f"module 'distcollect' has no attribute {name!r}{hint}")
     value = getattr(_importlib.import_module(_MODULES[name]), name)
     globals()[name] = value
     return value

@@ -227,11 +227,18 @@ class Checkpoint:
             "random": _random_states(),
         }
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(self.path) as file:
-            torch.save(saved, file)
-            file.flush()
-            _check_loadable(Path(file.name), states)
-            self._keep_older()
+        try:
+            with replacing(self.path) as file:
+                torch.save(saved, file)
+                file.flush()
+                _check_loadable(Path(file.name), states)
+                self._keep_older()
+        except (OSError, RuntimeError) as error:
+            # Of a full disk torch says "[enforce fail at inline_container.cc:672]" only.
+            if isinstance(error, RuntimeError) and "inline_container" not in str(error):
+                raise
+            why = getattr(error, "strerror", None) or "is the disk full?"
+            raise OSError(f"{self.path} can't be written: {why}") from error
         if best_result > self._best_result:
             _link(self.path, self.best_path)
         self._best_result = best_result

@@ -330,7 +330,8 @@ class Prioritized(WrappedBuffer):
         Raises:
             ArgumentError, ArgumentTypeError: an argument is wrong.
         """
-        if not (isinstance(buffer, ReplayBuffer) and hasattr(buffer, "__getitem__")):
+        is_buffer = isinstance(buffer, ReplayBuffer) and not isinstance(buffer, list)
+        if not (is_buffer and hasattr(buffer, "__getitem__")):
             raise ArgumentTypeError(
                 f"Prioritized({buffer!r}): must have extend() and buffer[indices]"
             )

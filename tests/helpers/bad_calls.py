@@ -219,6 +219,7 @@ ARGUMENTS: list[Row] = [
     (lambda: dc.RateLimited(Extends(), 0.0), ARGUMENT, "samples_per_insert=0.0", "above 0"),
     (lambda: dc.RateLimited(Extends(), 1, min_size=0), ARGUMENT, "min_size=0", "at least 1"),
     (lambda: dc.RateLimited(Extends(), 1, slack=-1), ARGUMENT, "slack=-1", "0 or more"),
+    (lambda: dc.Prioritized([]), KIND, r"Prioritized\(\[\]\)", r"extend\(\)"),
     (lambda: dc.RateLimited(Extends(), 1, timeout_s=0), ARGUMENT, "timeout_s=0", "above 0"),
     (lambda: dc.RateLimited(Extends(), 1).sample(), STATE, "too few frames", r"start\(\)"),
     (lambda: rpc(info_keys="success"), KIND, "^info_keys='success'", r"\['success'\]"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import random
+import resource
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -150,6 +151,26 @@ def test_the_last_files_and_the_best_are_kept(
         assert checkpoint.load(checkpoint.best_path)
         assert policy.value.item() == 7.0
         assert train(collector, (2.0,)) == [True], "compared with the best return"
+
+
+@pytest.mark.parametrize("width", [10, 1000])
+def test_a_disk_without_room_is_named(tmp_path: Path, width: int) -> None:
+    """Torch itself says nothing of it, and the file from before stays."""
+    module = nn.Linear(1, width)
+    checkpoint = dc.Checkpoint(tmp_path / "c.pt", module=module)
+    checkpoint.save()
+    before = checkpoint.path.read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
+    try:
+        with pytest.raises(OSError, match=r"c\.pt can't be written: "):
+            checkpoint.save()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert checkpoint.path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["c.pt"]
 
 
 class Unbounded(Echo):

@@ -79,3 +79,10 @@ def test_arguments_work_without_docstrings() -> None:
 
     assert Collector(num_envs=3).options == Options(3)
     assert Collector.__init__.__doc__ is None
+
+
+def test_a_mistyped_name_of_the_package_is_answered_by_the_nearest_one() -> None:
+    with pytest.raises(AttributeError, match="Did you mean 'SyncDataCollector'"):
+        dc.SyncDataCollecter  # type: ignore[attr-defined] # noqa: B018
+    with pytest.raises(AttributeError, match=r"no attribute 'zzz'$"):
+        dc.zzz  # type: ignore[attr-defined] # noqa: B018
