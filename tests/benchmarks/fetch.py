@@ -1,12 +1,17 @@
 """What it takes to request a rollout and fetch it, over each transport, between two processes.
 
 No memory is mapped, and RPC doesn't read it either: as between hosts, all goes through sockets.
+Beside them two processes that do no more than send as many bytes through a socket, also with TLS.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import resource
+import socket
+import ssl
 import time
+from collections.abc import Callable
 from typing import Any
 
 from helpers.loopback_transport import answer_of
@@ -15,6 +20,7 @@ from helpers.scripts.transport_peer import rollout
 from helpers.transport_contract import SOON_S, Tcp, Tls
 
 from benchmarks.items import Values
+from distcollect.net.tls import trainer_tls
 from distcollect.transport import rpc_agents
 
 _TURNS = 5
@@ -26,13 +32,20 @@ def run(seconds: float, *, num_bytes: int) -> Values:
     The transports take turns. The lowest of several windows counts: others use this machine too.
     """
     rpc_agents.CHANNELS = ["mpt_uv", "basic"]
-    worlds = {"rpc": Rpc(), "tcp": Tcp(), "tls": Tls()}
     num_steps = num_bytes // (sum(tensor.nbytes for tensor in rollout(1000)) // 1000)
+    worlds: dict[str, Any] = {"rpc": Rpc(), "tcp": Tcp(), "tls": Tls()}
+    fetches: dict[str, Callable[[], object]] = {
+        name: lambda world=world: answer_of(world.offered(num_steps).fetch).result(SOON_S)
+        for name, world in worlds.items()
+    }
+    for name, has_tls in (("socket", False), ("ssl", True)):
+        worlds[name] = _Bare(sum(tensor.nbytes for tensor in rollout(num_steps)), has_tls=has_tls)
+        fetches[name] = worlds[name].fetch
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in worlds}
     try:
         for _ in range(1 + _TURNS):
-            for name, world in worlds.items():
-                found[name].append(_window(world, num_steps, seconds / _TURNS))
+            for name, fetch in fetches.items():
+                found[name].append(_window(fetch, seconds / _TURNS))
     finally:
         for world in worlds.values():
             world.close()
@@ -40,13 +53,52 @@ def run(seconds: float, *, num_bytes: int) -> Values:
     for name, windows in found.items():
         wall_us, cpu_us = zip(*windows[1:], strict=True)  # the first one makes buffers
         values |= {f"{name}_us": min(wall_us), f"{name}_cpu_us": min(cpu_us)}
+    values["tcp_speed_ratio"] = values["socket_us"] / values["tcp_us"]
+    values["tls_speed_ratio"] = values["ssl_us"] / values["tls_us"]
     return values
 
 
-def _window(world: Any, num_steps: int, seconds: float) -> tuple[float, float]:
+class _Bare:
+    """Another process that sends so many bytes whenever it gets one."""
+
+    def __init__(self, num_bytes: int, *, has_tls: bool) -> None:
+        self._buffer = memoryview(bytearray(num_bytes))
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            args = (listener.getsockname()[1], num_bytes, has_tls)
+            self._process = multiprocessing.get_context("spawn").Process(target=_send, args=args)
+            self._process.start()
+            self._sock: Any = listener.accept()[0]
+        self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if has_tls and (tls := trainer_tls("127.0.0.1", "tls")):
+            self._sock = tls.context.wrap_socket(self._sock, server_side=True)
+
+    def fetch(self) -> None:
+        self._sock.sendall(b"x")
+        missing = self._buffer
+        while missing:
+            missing = missing[self._sock.recv_into(missing) :]
+
+    def close(self) -> None:
+        self._sock.close()
+        self._process.join(SOON_S)
+
+
+def _send(port: int, num_bytes: int, has_tls: bool) -> None:
+    data = bytes(num_bytes)
+    sock: Any = socket.create_connection(("127.0.0.1", port))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if has_tls:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        sock = context.wrap_socket(sock)
+    while sock.recv(1):
+        sock.sendall(data)
+
+
+def _window(fetch: Callable[[], object], seconds: float) -> tuple[float, float]:
     count, began, used = 0, time.perf_counter(), _cpu_s()
     while time.perf_counter() < began + seconds:
-        answer_of(world.offered(num_steps).fetch).result(SOON_S)
+        fetch()
         count += 1
     return (time.perf_counter() - began) / count * 1e6, (_cpu_s() - used) / count * 1e6
 
