@@ -1,6 +1,6 @@
 """A worker's plan as it travels: the tensors of its policy in a part of their own.
 
-Plans whose env makers differ have this part in common, so it is pickled and kept once.
+Plans whose env makers differ have this part in common, so it is pickled, kept and sent once.
 """
 
 from __future__ import annotations

@@ -1,28 +1,34 @@
-"""Sends each new worker its plan: to a bounded number at one time, here as shared memory."""
+"""Sends each new worker its plan: a bounded number at one time, and a large part once per host."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
-
-import numpy as np
-import torch
+from typing import Any, TypeAlias
 
 from distcollect.common.memory_segment import Segment
-from distcollect.common.shared_memory import allocate
 from distcollect.engine.pickled_plan import PickledPlan
 from distcollect.transport.protocol import Transport
 from distcollect.transport.worker_service import WorkerInfo, WorkerService
 
-# Each may hold a copy of the whole policy. A thousand workers may join at one moment.
+# A part may hold a copy of the whole policy. A thousand workers may join at one moment.
 MAX_ON_THE_WAY = 8
-# A worker on this host maps a part from this size on.
+# A worker that shares a part keeps it for as long as it lives, which a small one isn't worth.
 SHARED_FROM_BYTES = 1 << 20
 
-_Shared: TypeAlias = tuple[bytes, torch.Tensor, Segment]  # a part, and where it is
+_SharedPart: TypeAlias = tuple[str, bytes]  # a host, and a part that its workers share
+
+
+@dataclass(eq=False)
+class _Recipient:
+    """A worker, and the parts of its plan that it does not have yet."""
+
+    peer: int
+    parts: deque[bytes]
+    done: Callable[[Future[WorkerInfo]], None]
 
 
 class PlanSender:
@@ -35,9 +41,11 @@ class PlanSender:
         """Send by ``transport``; see above for ``post``."""
         self._transport = transport
         self._post = post
-        self._waiting = deque[tuple[int, PickledPlan, Callable[[Future[WorkerInfo]], None]]]()
+        # With the part that this worker is going to share.
+        self._waiting: deque[tuple[_Recipient, _SharedPart | None]] = deque()
         self._num_on_the_way = 0
-        self._shared: _Shared | None = None
+        # Where a part can be read; before that, those who wait for it.
+        self._shared: dict[_SharedPart, Segment | list[_Recipient]] = {}
 
     def send(
         self, peer: int, plan: PickledPlan, done: Callable[[Future[WorkerInfo]], None]
@@ -49,49 +57,67 @@ class PlanSender:
             plan: what it is to build.
             done: called on any thread with what the worker found, or with the error.
         """
-        self._waiting.append((peer, plan, done))
-        self._send_next()
+        self._go_on(_Recipient(peer, deque(plan), done))
+
+    def _go_on(self, to: _Recipient) -> None:
+        """Have a worker get its next part; if it has all, have it build the plan."""
+        if not to.parts:
+            self._transport.call(to.peer, WorkerService.configure).add_done_callback(to.done)
+            return
+        host, part = self._transport.host_key(to.peer), to.parts[0]
+        key = None if host is None or len(part) < SHARED_FROM_BYTES else (host, part)
+        shared = None if key is None else self._shared.get(key)
+        if isinstance(shared, Segment):
+            read = self._transport.call(to.peer, WorkerService.read_part, shared)
+            self._when_done(read, self._was_read, to, shared)
+        elif shared is not None:
+            shared.append(to)
+        else:
+            if key is not None:
+                self._shared[key] = []
+            self._waiting.append((to, key))
+            self._send_next()
 
     def _send_next(self) -> None:
         while self._waiting and self._num_on_the_way < MAX_ON_THE_WAY:
             self._num_on_the_way += 1
-            peer, plan, done = self._waiting.popleft()
-            parts: list[bytes | Segment] = [*plan]
-            shared = self._share(peer, plan[0])
-            if shared is not None:
-                parts[0] = shared[-1]
-            sent = self._transport.call(peer, WorkerService.receive_plan, parts)
-            sent.add_done_callback(partial(self._answered, peer, done, shared))
+            to, key = self._waiting.popleft()
+            sent = self._transport.call(
+                to.peer, WorkerService.receive_part, to.parts[0], share=key is not None
+            )
+            self._when_done(sent, self._arrived, to, key)
 
-    def _share(self, peer: int, part: bytes) -> _Shared | None:
-        """Return memory with this part, common to workers on this host; None: send it."""
-        if len(part) < SHARED_FROM_BYTES or not self._transport.shares_memory(peer):
-            return None
-        if self._shared is None or self._shared[0] is not part:
-            memory, place = allocate(len(part))
-            memory.numpy()[:] = np.frombuffer(part, np.uint8)
-            self._shared = part, memory, place
-        return self._shared
-
-    def _answered(
-        self,
-        peer: int,
-        done: Callable[[Future[WorkerInfo]], None],
-        _kept: _Shared | None,  # until the worker has mapped it
-        sent: Future[None],
-    ) -> None:
-        self._post(partial(self._arrived, peer, done, sent))
+    def _when_done(self, answer: Future[Any], function: Callable[..., None], *args: object) -> None:
+        answer.add_done_callback(lambda done: self._post(partial(function, *args, done)))
 
     def _arrived(
-        self, peer: int, done: Callable[[Future[WorkerInfo]], None], sent: Future[None]
+        self, to: _Recipient, key: _SharedPart | None, sent: Future[Segment | None]
     ) -> None:
         self._num_on_the_way -= 1
-        if (error := sent.exception()) is None:
-            self._transport.call(peer, WorkerService.configure).add_done_callback(done)
+        if key is not None:
+            readers = self._shared.pop(key)
+            assert isinstance(readers, list)
+            if sent.exception() is None and (place := sent.result()) is not None:
+                self._shared[key] = place
+            for reader in readers:
+                self._go_on(reader)
+        self._has_part(to, sent)
+        self._send_next()
+
+    def _was_read(self, to: _Recipient, place: Segment, read: Future[None]) -> None:
+        if read.exception() is None:
+            self._has_part(to, read)
+            return
+        # The worker that shared it has ended, or its memory can't be mapped for another reason.
+        self._shared = {key: where for key, where in self._shared.items() if where != place}
+        self._waiting.append((to, None))
+        self._send_next()
+
+    def _has_part(self, to: _Recipient, got: Future[Any]) -> None:
+        if (error := got.exception()) is None:
+            to.parts.popleft()
+            self._go_on(to)
         else:
             failed: Future[WorkerInfo] = Future()
             failed.set_exception(error)
-            done(failed)
-        self._send_next()
-        if not self._num_on_the_way:
-            self._shared = None
+            to.done(failed)

@@ -147,11 +147,19 @@ class WorkerService(Service, Protocol):
     threads of the transport; the envs are stepped on another.
     """
 
-    def receive_plan(self, plan: Sequence[bytes | Segment]) -> None:
-        """Keep a :data:`~distcollect.engine.pickled_plan.PickledPlan`, or map parts of it."""
+    def receive_part(self, part: bytes, share: bool = False) -> Segment | None:
+        """Keep the next part of a :data:`~distcollect.engine.pickled_plan.PickledPlan`.
+
+        Returns:
+            With ``share``, where other processes on this host find the part for as long as this one
+            lives. None: there is no shared memory.
+        """
+
+    def read_part(self, place: Segment) -> None:
+        """Map the next part of the plan, which another process on this host has."""
 
     def configure(self) -> Future[WorkerInfo]:
-        """Build envs and policy as the plan says, and try them out."""
+        """Build envs and policy as the plan says, all of whose parts came, and try them out."""
 
     # Rollouts.
 

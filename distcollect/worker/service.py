@@ -20,12 +20,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
+import numpy as np
 import torch
 
 from distcollect.common import gpus
 from distcollect.common.memory_segment import Segment
 from distcollect.common.open_files import flush_output
 from distcollect.common.peer_ids import traj_ids_of
+from distcollect.common.shared_memory import allocate, sample_of_memory
 from distcollect.common.step_counter import StepCounter, Task
 from distcollect.common.threads import do_jobs
 from distcollect.common.waiting import answer
@@ -137,7 +139,8 @@ class Worker(WorkerService):
         self._first_traj_id = first_traj_id
         self._host_cores = host_cores
         self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._plan: Sequence[bytes | mmap.mmap] = ()
+        self._plan: list[bytes | mmap.mmap] = []  # its parts
+        self._shared_parts: list[torch.Tensor] = []  # memory that other processes map
         self._parts: _Parts | _ServerParts | None = None
         self._link: Link | None = None  # to an inference server
         # The last rollouts, by number: each lies untouched until the request after the next one.
@@ -181,8 +184,17 @@ class Worker(WorkerService):
 
     # The calls that are answered at once; WorkerService documents them.
 
-    def receive_plan(self, plan: Sequence[bytes | Segment]) -> None:
-        self._plan = [part.open() if isinstance(part, Segment) else part for part in plan]
+    def receive_part(self, part: bytes, share: bool = False) -> Segment | None:
+        self._plan.append(part)
+        if not share or sample_of_memory() is None:
+            return None
+        memory, place = allocate(len(part))
+        memory.numpy()[:] = np.frombuffer(part, np.uint8)
+        self._shared_parts.append(memory)
+        return place
+
+    def read_part(self, place: Segment) -> None:
+        self._plan.append(place.open())
 
     def preempt(self, sequence: int) -> None:
         # Not as a job: those wait until the rollout is over.
@@ -242,7 +254,7 @@ class Worker(WorkerService):
 
     @_on_main_thread
     def configure(self) -> WorkerInfo:
-        parts, self._plan = self._plan, ()
+        parts, self._plan = self._plan, []
         try:
             plan = unpickled(parts)
         except Exception as error:

@@ -94,8 +94,8 @@ class ChurningWorkers(LoopbackWorkers):
         thread.start()
         self._threads.append(thread)
         self._thread_of[worker_id] = thread
-        plan = self._plan_for(worker_id)
-        self.transport.call(peer, WorkerService.receive_plan, plan).result(60)
+        for part in self._plan_for(worker_id):
+            self.transport.call(peer, WorkerService.receive_part, part).result(60)
         probe = self.transport.call(peer, WorkerService.configure).result(60)
         self.gpus[worker_id] = probe.gpu
         self.services[worker_id], self.peers[worker_id] = worker, peer

@@ -48,8 +48,8 @@ class LoopbackWorkers:
             thread = threading.Thread(target=worker.run, name=f"worker {worker_id}", daemon=True)
             thread.start()
             self._threads.append(thread)
-            plan = plan_for(worker_id)
-            self.transport.call(peer, WorkerService.receive_plan, plan).result(SOON_S)
+            for part in plan_for(worker_id):
+                self.transport.call(peer, WorkerService.receive_part, part).result(SOON_S)
             request[worker_id] = self.transport.call(peer, WorkerService.configure)
         self.worker_infos: dict[int, WorkerInfo] = {
             worker_id: answer.result(faults.start_timeout_s)
@@ -63,7 +63,7 @@ class LoopbackWorkers:
         self.is_elastic = False
 
     def await_enough(self) -> None:
-        """The last worker may be gone, with another one on its way."""
+        assert self.num_present
 
     def attach(self, observer: MembershipObserver) -> None:
         self.observer = observer

@@ -35,7 +35,8 @@ class Rollouts:
 
     def __init__(self, maker: Any) -> None:
         self.worker = Worker(0, incarnation=0, peer=1, address="127.0.0.1")
-        self.worker.receive_plan(TensorTable([]).pickled(WorkerPlan(maker, 1)))
+        for part in TensorTable([]).pickled(WorkerPlan(maker, 1)):
+            self.worker.receive_part(part)
         self._done(self.worker.configure())
         self.sequence = 0
 

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.descendants import links_of
 from helpers.envs import ProcessIdEnv
 from helpers.marked import Marked
 from helpers.policies import ConstantPolicy
 from helpers.waiting import eventually
+from torch import nn
 
 import distcollect as dc
 from distcollect.common import open_files
@@ -80,6 +82,33 @@ def test_many_at_once(marked: Marked, num_workers: int) -> None:
     assert marked.gone(WAIT_S), marked.left()
 
 
+class LargePolicy(ConstantPolicy):
+    """Has 4 MB more, so that its plan is large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ballast = nn.Buffer(torch.zeros(LARGE, dtype=torch.uint8))
+
+
+def test_workers_of_a_host_share_a_large_plan(marked: Marked) -> None:
+    """One of them has it in memory; when that one is killed, its replacement gets a plan too."""
+
+    def workers() -> dict[int, int]:
+        """The process of each worker that delivers."""
+        batch = collector.next()
+        ids, pids = batch["collector", "worker_id"], batch["observation"]
+        return dict(zip(ids.flatten().tolist(), pids.int().flatten().tolist(), strict=True))
+
+    with dc.MultiSyncDataCollector(
+        [ProcessIdEnv] * 3, LargePolicy(), frames_per_batch=3 * T
+    ) as collector:
+        first = workers()
+        [sharer] = [w for w, pid in first.items() if max(shared_sizes(pid)) > LARGE]
+        os.kill(first[sharer], signal.SIGKILL)
+        eventually(lambda: {**first, **workers()}[sharer] != first[sharer])
+    assert marked.gone(WAIT_S), marked.left()
+
+
 @dataclass(frozen=True)
 class Holdings:
     """What this process and its zygote hold, as numbers; the files of this one without memory."""
@@ -97,6 +126,12 @@ class Holdings:
             len(links_of(zygote.pid())),
             len(marked.pids()),
         )
+
+
+def shared_sizes(pid: int) -> list[int]:
+    """Bytes of each memory that a process shares with others."""
+    files = Path(f"/proc/{pid}/fd").iterdir()
+    return [fd.stat().st_size for fd in files if str(fd.readlink()).startswith("/memfd:")]
 
 
 def num_shared() -> int:

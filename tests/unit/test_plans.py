@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from distcollect.errors import WorkerLost
+from distcollect.common.memory_segment import Segment
+from distcollect.errors import WorkerError, WorkerLost
 from distcollect.roster.plans import MAX_ON_THE_WAY, SHARED_FROM_BYTES, PlanSender
 from distcollect.transport.worker_service import WorkerService
 
@@ -17,21 +18,24 @@ NUM_WORKERS = 1000
 
 
 class Transport:
-    """Answers when the test says so."""
+    """Answers when the test says so; ten peers are on each host."""
 
     def __init__(self) -> None:
-        self.plans: deque[tuple[int, list[Any], Future[Any]]] = deque()
+        self.plans: deque[tuple[int, bytes, Future[Any]]] = deque()
+        self.reads: deque[tuple[int, Segment, Future[Any]]] = deque()
         self.probes: dict[int, Future[Any]] = {}
         self.most = 0
 
-    def shares_memory(self, peer: int) -> bool:
-        return peer % 2 == 0
+    def host_key(self, peer: int) -> str:
+        return f"host {peer // 10}"
 
-    def call(self, peer: int, method: Any, *args: Any) -> Future[Any]:
+    def call(self, peer: int, method: Any, *args: Any, share: bool = False) -> Future[Any]:
         answer: Future[Any] = Future()
-        if method is WorkerService.receive_plan:
+        if method is WorkerService.receive_part:
             self.plans.append((peer, *args, answer))
             self.most = max(self.most, len(self.plans))
+        elif method is WorkerService.read_part:
+            self.reads.append((peer, *args, answer))
         else:
             assert method is WorkerService.configure
             self.probes[peer] = answer
@@ -57,7 +61,7 @@ def test_plans_of_a_thousand_workers_are_sent_some_at_a_time_and_built_all_at_on
     seen = []
     while transport.plans:
         peer, plan, answer = transport.plans.popleft()
-        assert plan == [b"plan %d" % peer]
+        assert plan == b"plan %d" % peer
         seen.append(peer)
         answer.set_result(None)
     assert seen == list(range(NUM_WORKERS))
@@ -81,21 +85,94 @@ def test_a_worker_that_is_lost_leaves_room_for_others(transport: Transport) -> N
     assert not transport.probes
 
 
-def test_workers_on_this_host_map_the_same_memory_for_a_large_part(transport: Transport) -> None:
+LARGE = bytes(SHARED_FROM_BYTES)
+
+
+def place_at(peer: int) -> Segment:
+    return Segment(peer, 3, "plan", len(LARGE), f"host {peer // 10}")
+
+
+def test_a_large_plan_is_sent_once_to_each_host(transport: Transport) -> None:
     sender = PlanSender(transport, run)  # type: ignore[arg-type]
-    part, done = bytes(range(256)) * (SHARED_FROM_BYTES >> 8), list[Future[Any]]()
-    for peer in range(4):
-        sender.send(peer, [part, b"maker %d" % peer], done.append)
-    (_, shared, first), (_, sent, _), (_, again, _), _ = transport.plans
-    assert sent == [part, b"maker 1"]
-    assert [shared[0], b"maker 2"] == again
-    place = shared[0]
-    first.set_result(None)
-    assert place.open()[:] == part, "the others are to map it yet"
-    for _, _, answer in [*transport.plans][1:]:
+    done: list[Future[Any]] = []
+    for peer in range(30):
+        sender.send(peer, [LARGE], done.append)
+    assert [peer for peer, _, _ in transport.plans] == [0, 10, 20]
+    assert not transport.reads
+    for peer, _, answer in transport.plans:
+        answer.set_result(place_at(peer))
+    assert {peer: place.pid for peer, place, _ in transport.reads} == {
+        peer: peer // 10 * 10 for peer in range(30) if peer % 10
+    }
+    for _, _, answer in transport.reads:
         answer.set_result(None)
+    assert sorted(transport.probes) == [*range(30)]
+    # One that joins later reads it as well, one with another plan gets its own.
+    sender.send(5, [LARGE], done.append)
+    sender.send(6, [LARGE + b"x"], done.append)
+    assert transport.reads[-1][0] == 5
+    assert transport.plans[-1][0] == 6
+
+
+@pytest.mark.parametrize("lost", [True, False], ids=["is lost", "has no shared memory"])
+def test_another_worker_shares_the_plan(transport: Transport, lost: bool) -> None:
+    sender = PlanSender(transport, run)  # type: ignore[arg-type]
+    done: list[Future[Any]] = []
+    for peer in range(3):
+        sender.send(peer, [LARGE], done.append)
+    _, _, first = transport.plans.popleft()
+    if lost:
+        first.set_exception(WorkerLost("it is gone"))
+    else:
+        first.set_result(None)
+    [(peer, _, second)] = transport.plans
+    assert peer == 1
+    second.set_result(place_at(1))
+    [(peer, place, read)] = transport.reads
+    assert (peer, place) == (2, place_at(1))
+    read.set_result(None)
+    assert {*transport.probes} == ({1, 2} if lost else {0, 1, 2})
+    assert len(done) == lost
+
+
+def test_a_plan_that_cannot_be_read_is_sent(transport: Transport) -> None:
+    """The worker that shared it has ended."""
+    sender = PlanSender(transport, run)  # type: ignore[arg-type]
+    done: list[Future[Any]] = []
+    for peer in range(4):
+        sender.send(peer, [LARGE], done.append)
+    transport.plans.popleft()[-1].set_result(place_at(0))
+    for _, _, read in transport.reads:
+        read.set_exception(WorkerError("no such process"))
+    assert [peer for peer, _, _ in transport.plans] == [1, 2, 3]
+    # The next to join shares it again.
+    sender.send(4, [LARGE], done.append)
+    sender.send(5, [LARGE], done.append)
+    assert [peer for peer, _, _ in transport.plans] == [1, 2, 3, 4]
+    while transport.plans:
+        peer, _, answer = transport.plans.popleft()
+        answer.set_result(place_at(peer) if peer == 4 else None)
+    transport.reads.pop()[-1].set_result(None)
+    assert sorted(transport.probes) == [*range(6)]
+    assert not done
+
+
+def test_parts_come_one_after_the_other(transport: Transport) -> None:
+    """Two workers with the same policy, and env makers of their own."""
+    sender = PlanSender(transport, run)  # type: ignore[arg-type]
+    done: list[Future[Any]] = []
+    for peer in range(2):
+        sender.send(peer, [LARGE, b"maker %d" % peer], done.append)
+    [(peer, part, answer)] = transport.plans
+    assert (peer, part) == (0, LARGE)
     transport.plans.clear()
-    del answer, first
-    with pytest.raises(OSError, match=r"No such file|no longer"):
-        place.open()
-    assert len(transport.probes) == 4
+    answer.set_result(place_at(0))
+    [(peer, part, answer)] = transport.plans
+    assert (peer, part) == (0, b"maker 0")
+    answer.set_result(None)
+    transport.reads.pop()[-1].set_result(None)
+    peer, part, answer = transport.plans.pop()
+    assert (peer, part) == (1, b"maker 1")
+    assert {*transport.probes} == {0}
+    answer.set_result(None)
+    assert {*transport.probes} == {0, 1}
