@@ -153,7 +153,7 @@ def wait_for_resources():
         [second] = [actor for name, actor in actors().items() if name.endswith("-1")]
         ray.kill(ray.get_actor(second["Name"]), no_restart=True)
         until(lambda: collector.next() is not None and collector.num_workers == 1)
-        until(lambda: any("worker 1 is not replaced" in line for line in logged))
+        until(lambda: any("given up the actor of worker 1" in line for line in logged))
         say("given up", workers=workers_of(collector.next()), logged=logged)
 
 
