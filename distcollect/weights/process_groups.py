@@ -16,7 +16,6 @@ from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -382,18 +381,30 @@ class Groups:
     def drop(self, name: str) -> None:
         """Leave a group; a broadcast of it that is under way here fails at once."""
         with self._lock:
-            group, member = self._groups.pop(name, (None, None))
+            left = [self._groups.pop(name)] if name in self._groups else []
             broadcast = self._under_way.get(name)
         if broadcast is not None:
             # Before the abort: what was aborted can't be told from what was completed.
             broadcast.give_up()
-        if member is not None and backend_named(member.backend).needs_abort:
-            # An abort may block, as a member that is being connected can't be aborted.
-            run_aside(_before_exit.do, partial(_abort, group, broadcast))
+        if left:
+            # While a member is being connected, an abort may block, and so may the destructor.
+            run_aside(_leave, left, broadcast)
 
     def close(self) -> None:
         """Leave all groups."""
         self.keep_only(())
+
+
+def _leave(left: list[tuple[Any, GroupMember]], broadcast: _Broadcast | None) -> None:
+    """Take a group out of ``left``, abort it if its backend needs that, and destroy it."""
+
+    def leave() -> None:
+        group, member = left.pop()
+        if backend_named(member.backend).needs_abort:
+            _abort(group, broadcast)
+
+    if not _before_exit.do(leave):
+        keep_for_ever(left)
 
 
 def _abort(group: Any, broadcast: _Broadcast | None) -> None:

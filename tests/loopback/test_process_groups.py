@@ -25,7 +25,14 @@ from helpers.publishing import NAMES, Collect, Telling, collect, told
 from helpers.waiting import eventually
 
 import distcollect as dc
-from distcollect.weights.process_groups import GroupMember, Groups, NcclBackend, backend_named
+from distcollect.common.threads import SerialThread
+from distcollect.weights.process_groups import (
+    GlooBackend,
+    GroupMember,
+    Groups,
+    NcclBackend,
+    backend_named,
+)
 from distcollect.weights.updaters import UpdaterContext
 
 __all__ = ["collect"]
@@ -192,6 +199,39 @@ class TestGroups:
                 answer.result(WAIT_S)
         monkeypatch.undo()
         members.all_get(members.join("next", [0, 1]))
+
+    def test_one_whose_destructor_waits_holds_nobody_up(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As Gloo's may while a member that has died is being connected."""
+        may_end, has_ended = threading.Event(), threading.Event()
+
+        class Failing:
+            """A group, and a broadcast in it."""
+
+            def broadcast(self, *_: Any) -> Any:
+                return self.Work()
+
+            def __del__(self) -> None:
+                may_end.wait(2 * WAIT_S)
+                has_ended.set()
+
+            class Work:
+                def is_completed(self) -> bool:
+                    return True
+
+                def wait(self) -> None:
+                    raise ValueError("a member is gone")
+
+        monkeypatch.setattr(GlooBackend, "make", lambda *_: Failing())
+        groups, place = Groups(), GroupMember("group", 0, 2, WAIT_S, "gloo")
+        groups.join(place, dist.HashStore(), HOST)
+        answer: Future[None] = SerialThread("broadcasting").submit(groups.broadcast, place, flat())
+        with pytest.raises(RuntimeError, match="a member is gone"):
+            answer.result(WAIT_S)
+        assert not has_ended.is_set()
+        may_end.set()
+        assert has_ended.wait(WAIT_S)
 
     def test_what_the_backend_refuses(
         self, members: Members, monkeypatch: pytest.MonkeyPatch
