@@ -88,6 +88,8 @@ class Pool(MembershipObserver):
 
     Attributes:
         version: policy_version of the newest publication.
+        served_by: worker_id to the inference server that has its policy.
+        servers: the slots of the inference servers.
         on_weights: called with worker_id and version when a worker has joined and when it has
             acknowledged new weights; without the pool's lock.
     """
@@ -124,6 +126,7 @@ class Pool(MembershipObserver):
         self._failure_sink = failure_sink
         self._stats_recorder = stats_recorder or StatsRecorder()
         self.served_by = served_by or {}
+        self.servers = frozenset(self.served_by.values())
         self._wait = wait
         self._waiting: list[Wakeup] = []  # of the user's threads
         self._loop = EventLoop(self.fail)
@@ -151,9 +154,8 @@ class Pool(MembershipObserver):
     @property
     def worker_ids(self) -> tuple[int, ...]:
         """The workers' ids in order, with those that are being replaced."""
-        servers = {*self.served_by.values()}
         with self._lock:
-            return tuple(w for w in self._core.slots.worker_ids if w not in servers)
+            return tuple(w for w in self._core.slots.worker_ids if w not in self.servers)
 
     @property
     def present(self) -> tuple[int, ...]:
@@ -227,7 +229,7 @@ class Pool(MembershipObserver):
             if self._core.closed:
                 return
             server = self.served_by.get(worker_id)
-            if worker_id not in self.served_by.values():
+            if worker_id not in self.servers:
                 self._stats_recorder.joined(worker_id, incarnation)
             if server is None:
                 newest = self._sender.welcome(worker_id, peer)
@@ -253,7 +255,7 @@ class Pool(MembershipObserver):
 
     def account(self, worker_id: int, incarnation: int, cause: str, stepped: int | None) -> None:
         """Settle the frames of a process that is gone."""
-        if worker_id not in self.served_by.values():  # a server steps none
+        if worker_id not in self.servers:  # a server steps none
             self._loop.post(self._core.requests.account, worker_id, incarnation, cause, stepped)
 
     def fail(self, error: BaseException) -> None:

@@ -85,7 +85,7 @@ class Publisher:
     def _check_servers(self, selected: Collection[int]) -> None:
         """Raise ArgumentError if a server would get weights for some of its workers only."""
         served_by = self._pool.served_by
-        for server in {*served_by.values()}:
+        for server in self._pool.servers:
             its_workers = {w for w in self._pool.worker_ids if served_by.get(w) == server}
             if its_workers.intersection(selected) and not its_workers.issubset(selected):
                 raise ArgumentError(

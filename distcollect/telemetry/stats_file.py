@@ -30,7 +30,7 @@ STATS_FILE = "stats.jsonl"
 
 # Longer lines, as with hundreds of workers, are written less often: at most some 50 MB an hour.
 _LINE_BYTES = 1 << 16
-_END_BYTES = 1 << 24  # several lines with ten thousand workers; `top` reads them every second
+_BLOCK_BYTES = 1 << 16  # what is read first of the end, by `top` every second
 
 Snapshot = Mapping[str, Any]
 
@@ -144,6 +144,13 @@ def newest(file: Path) -> Snapshot | None:
         ArgumentError: the file can't be read.
     """
     with opened(file) as lines:
-        start = lines.seek(max(0, lines.seek(0, os.SEEK_END) - _END_BYTES))
-        # The first line may be incomplete.
-        return next(snapshots(reversed(lines.read().splitlines()[start > 0 :])), None)
+        end = lines.seek(0, os.SEEK_END)
+        size = _BLOCK_BYTES
+        while True:
+            start = lines.seek(max(0, end - size))
+            # The first line may be incomplete.
+            tail = lines.read(end - start).splitlines()[start > 0 :]
+            found = next(snapshots(reversed(tail)), None)
+            if found is not None or start == 0:
+                return found
+            size *= 4
