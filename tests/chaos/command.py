@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import random
 import secrets
+import shutil
 import socket
+import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from helpers.hosts import Hosts
 from helpers.marked import Marked
 
 import distcollect as dc
@@ -24,6 +28,7 @@ from chaos.joiners import Joiners
 from distcollect.results import LedgerReport
 from distcollect.roster.membership import PRESENT
 
+_HOSTS = 2, 3  # those of the testbed that take part
 _SETTLE_S = 20.0
 _PUSH_WAIT_S = 1.0
 _JOINED_TIMEOUT_S = 100.0  # a supervisor may wait until its network is back
@@ -41,6 +46,9 @@ _FAULTS = dc.Faults(
 def main(argv: Sequence[str] | None = None) -> int:
     """Run all rounds; return 0 if all checks held."""
     given = _parse(argv)
+    if given.hosts and (os.geteuid() != 0 or not shutil.which("ip")):
+        print("chaos: --hosts makes network namespaces: needs root and iproute2")
+        return 2
     seed = secrets.randbits(32) if given.seed is None else given.seed
     print(f"seed {seed}", flush=True)
     with tempfile.TemporaryDirectory(prefix="distcollect-chaos-") as name:
@@ -49,8 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         logging.getLogger().handlers[0].setFormatter(
             logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s")
         )
-        run = _Run(given, random.Random(seed), folder)
-        failures = run.all_rounds(given.seconds)
+        with Hosts() if given.hosts else contextlib.nullcontext() as hosts:
+            run = _Run(given, random.Random(seed), hosts, folder)
+            failures = run.all_rounds(given.seconds)
         if failures and given.log is None:
             print("--- the trainer's log, its last lines")
             print("\n".join((folder / "trainer.log").read_text().splitlines()[-60:]))
@@ -73,7 +82,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--sync", dest="sync", action="store_true", default=None)
     mode.add_argument("--async", dest="sync", action="store_false", help="else both in turn")
-    parser.add_argument("--transport", choices=["rpc", "tcp"], help="of the rollouts")
+    parser.add_argument("--hosts", action="store_true", help="two more, as namespaces; needs root")
+    parser.add_argument("--transport", choices=["rpc", "tcp"], help="tcp: with TLS between hosts")
     parser.add_argument("--log", type=Path, metavar="FILE", help="where the trainer's log is kept")
     return parser.parse_args(argv)
 
@@ -81,9 +91,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 class _Run:
     """All rounds of a run."""
 
-    def __init__(self, given: argparse.Namespace, rng: random.Random, folder: Path) -> None:
+    def __init__(
+        self, given: argparse.Namespace, rng: random.Random, hosts: Hosts | None, folder: Path
+    ) -> None:
         self._given = given
         self._rng = rng
+        self._hosts = hosts
         self._folder = folder
         self._token_file = folder / "token"
         self._token_file.touch(mode=0o600)
@@ -92,10 +105,10 @@ class _Run:
         self.failures: list[str] = []
         self._checker = Checker(self.failures)
         of_injuries = random.Random(rng.random())
-        self._injuries = Injuries(of_injuries, self._checker, given.every)
+        self._injuries = Injuries(of_injuries, hosts, self._checker, given.every)
         self._marked = Marked()
         os.environ.update([self._marked.variable])
-        self._joiners = Joiners(folder, self._token_file)
+        self._joiners = Joiners(hosts, folder, self._token_file)
         self._ledgers: list[tuple[str, LedgerReport]] = []
         self._num_pushes = 0
 
@@ -123,7 +136,8 @@ class _Run:
         faults = replace(_FAULTS, missing_share=missing)
         folder = self._folder / f"round-{number}"
         folder.mkdir()
-        address = f"127.0.0.1:{_free_port()}"
+        here = "127.0.0.1" if self._hosts is None else self._hosts.address
+        address = f"{here}:{_free_port(here)}"
         mode = f"sync, share of missing: {faults.missing_share}" if sync else "async"
         print(f"round {number}: {mode}, {num_envs} envs, T = {plan.num_steps}", flush=True)
         policy = Marking()
@@ -141,7 +155,8 @@ class _Run:
         self._checker.begin(plan)
         self._injuries.begin(collector, faults, folder, self._joiners, address)
         try:
-            self._joiners.start(address)
+            for host in (0,) if self._hosts is None else _HOSTS:
+                self._joiners.start(host, address)
             self._collect(collector, policy, seconds)
         finally:
             self._injuries.stop()
@@ -213,7 +228,7 @@ class _Run:
         deadline = time.monotonic() + _SETTLE_S
         while self._marked.pids() and time.monotonic() < deadline:
             time.sleep(0.05)
-        if left := self._marked.left():
+        if left := [*self._marked.left(), *self._files_of_hosts()]:
             self._checker.fail(f"left behind: {left}")
             self._marked.kill()
         report = collector.ledger
@@ -223,6 +238,19 @@ class _Run:
             record.detach()
         self._checker.check_ledger(report, records, deaths, vanished)
 
+    def _files_of_hosts(self) -> list[str]:
+        """The files in the shared memory of the other hosts."""
+        if self._hosts is None:
+            return []
+        variables, found = {**os.environ, **self._hosts.env}, []
+        for host in _HOSTS:
+            command = [*self._hosts.on(host), "ls", "/dev/shm"]
+            listing = subprocess.run(
+                command, env=variables, stdout=subprocess.PIPE, text=True, check=True
+            )
+            found += [f"{name} on host {host}" for name in listing.stdout.split()]
+        return found
+
     def tell(self) -> None:
         """Print the report of the whole run."""
         for number, (mode, report) in enumerate(self._ledgers):
@@ -230,7 +258,7 @@ class _Run:
         print(f"\n{self._num_pushes} versions were published")
 
 
-def _free_port() -> int:
+def _free_port(address: str) -> int:
     with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
+        free.bind((address, 0))
         return int(free.getsockname()[1])

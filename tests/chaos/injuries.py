@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from helpers.hosts import Hosts
+
 import distcollect as dc
 from chaos.checks import Checker, Seen
 from chaos.envs import Order, Record
@@ -37,6 +39,7 @@ WEIGHTS = {
     "leave": 1,
     "kill supervisor": 1,
 }
+HOST_WEIGHTS = {"unplug": 3, "slow": 1}
 _ORDERS = {
     "raise in step": Order.RAISE_IN_STEP,
     "raise in reset": Order.RAISE_IN_RESET,
@@ -45,6 +48,8 @@ _ORDERS = {
 }
 # These end the process; it survives the others.
 _FATAL = {"kill", "stop", "hang", "hang with the GIL", "kill supervisor", "leave"}
+# The counter of a process survives only if its supervisor does.
+_LAST_WITNESS = {"kill supervisor", *HOST_WEIGHTS}
 
 
 @dataclass(eq=False)
@@ -106,10 +111,13 @@ class Injuries:
         done: all faults of the run.
     """
 
-    def __init__(self, rng: random.Random, checker: Checker, every_s: float) -> None:
-        """Inject one fault every ``every_s`` on average."""
+    def __init__(
+        self, rng: random.Random, hosts: Hosts | None, checker: Checker, every_s: float
+    ) -> None:
+        """Inject one fault every ``every_s`` on average; ``hosts``: to be injured too."""
         self.done: list[Injury] = []
         self._rng = rng
+        self._hosts = hosts
         self._checker = checker
         self._every_s = every_s
 
@@ -155,11 +163,16 @@ class Injuries:
             if injury.heal is not None and injury.healed_at is None:
                 with contextlib.suppress(OSError):
                     injury.heal()
+            if injury.kind in HOST_WEIGHTS and injury.joiner is not None:
+                injury.joiner.may_end = True  # it may learn too late that the run is over
             print(f"  {injury}", flush=True)
         mine = self.done[self._begun :]
-        deaths = Counter(each.record.worker_id for each in mine if each.kind in _FATAL)
-        # The counter of a process survives only if its supervisor does.
-        return deaths, any(injury.kind == "kill supervisor" for injury in mine)
+        deaths: Counter[int] = Counter()
+        for injury in mine:
+            # An unplugged host may lose a process and the one that replaces it.
+            fatal = injury.kind in _FATAL
+            deaths[injury.record.worker_id] += 2 if injury.kind in HOST_WEIGHTS else fatal
+        return deaths, any(injury.kind in _LAST_WITNESS for injury in mine)
 
     def records(self) -> list[Record]:
         """The records of all processes of this round."""
@@ -209,7 +222,7 @@ class Injuries:
         if due_s is not None and injury.detected_s is None and now - injury.at > due_s:
             self._over(injury, f"was not noticed within {due_s:.1f} s")
         elif injury.recovered_s is not None:
-            lost = injury.detected_s is not None and injury.kind == "pause"
+            lost = injury.detected_s is not None and injury.kind in ("pause", "slow")
             self._over(injury, "lost a worker that should have stayed" if lost else "")
         elif age_s > _RECOVERY_S and (injury.heal_at is None or injury.healed_at is not None):
             self._over(injury, f"no frames again within {_RECOVERY_S:g} s")
@@ -233,6 +246,9 @@ class Injuries:
             return faults.step_timeout_s * 1.5 + _SLACK_S
         if injury.kind == "leave":
             return faults.leave_timeout_s + _SLACK_S
+        if injury.kind == "unplug":
+            due_s = faults.silence_timeout_s * 1.25 + _SLACK_S
+            return due_s if injury.lasts_s > due_s else None
         return None
 
     def _follow_order(self, injury: Injury, now: float) -> None:
@@ -279,7 +295,8 @@ class Injuries:
         victims = self._victims(now)
         if not victims:
             return
-        kind = self._rng.choices([*WEIGHTS], [*WEIGHTS.values()])[0]
+        weights = {**WEIGHTS, **(HOST_WEIGHTS if self._hosts is not None else {})}
+        kind = self._rng.choices([*weights], [*weights.values()])[0]
         victims = [record for record in victims if self._fits(kind, record)]
         if not victims:
             return
@@ -296,7 +313,7 @@ class Injuries:
         """The processes that work and have no other fault."""
         states = self._collector.worker_states
         busy = {injury.record.worker_id for injury in self._open}
-        leaving = {injury.record.joiner for injury in self._open if injury.record.joiner >= 0}
+        cut_off = {injury.record.joiner for injury in self._open if injury.record.joiner >= 0}
         newest: dict[int, Record] = {}
         for record in self.records():
             held = newest.get(record.worker_id)
@@ -307,13 +324,16 @@ class Injuries:
             for worker_id, record in newest.items()
             if states.get(worker_id) in PRESENT
             and worker_id not in busy
-            and record.joiner not in leaving
+            and record.joiner not in cut_off
             and record.token in self._checker.seen
         ]
 
     def _fits(self, kind: str, record: Record) -> bool:
+        joiner = self._joiner_of(record)
+        if kind in HOST_WEIGHTS:
+            return joiner is not None and joiner.host > 0
         if kind == "kill supervisor":
-            return self._joiner_of(record) is not None
+            return joiner is not None
         # One worker must stay: without any worker the run ends.
         return not (kind == "leave" and record.worker_id == 0)
 
@@ -326,8 +346,12 @@ class Injuries:
         if injury.kind in _ORDERS:
             record.give(_ORDERS[injury.kind])
             return True
+        if injury.kind in HOST_WEIGHTS:
+            assert joiner is not None
+            self._harm_host(injury, joiner)
+            return True
         leaves = injury.kind in ("leave", "kill supervisor")
-        pid = joiner.process.pid if joiner is not None and leaves else pid_of(record)
+        pid = joiner.pid() if joiner is not None and leaves else pid_of(record)
         if pid is None:
             return False
         number = {"stop": signal.SIGSTOP, "pause": signal.SIGSTOP, "leave": signal.SIGTERM}
@@ -344,5 +368,17 @@ class Injuries:
             injury.heal_at = injury.at + injury.lasts_s
             injury.heal = lambda: os.kill(pid, signal.SIGCONT)
         if leaves:
-            injury.joiner = self._joiners.start(self._address)
+            injury.joiner = self._joiners.start(joiner.host if joiner else 0, self._address)
         return True
+
+    def _harm_host(self, injury: Injury, joiner: Joiner) -> None:
+        hosts, host = self._hosts, joiner.host
+        assert hosts is not None
+        injury.joiner = joiner
+        injury.lasts_s = self._rng.uniform(3, 20)
+        slow = "slow", "--delay-ms", "30", "--loss", "1"
+        harm, heal = (slow, ("slow", "off")) if injury.kind == "slow" else (("unplug",), ("plug",))
+        hosts.do(host, *harm)
+        injury.at = time.monotonic()
+        injury.heal_at = injury.at + injury.lasts_s
+        injury.heal = lambda: hosts.do(host, *heal)

@@ -1,6 +1,7 @@
 """Injects random faults into the workers of a run, and checks every frame that arrives.
 
     python tests/chaos/run.py --seconds 120
+    sudo python tests/chaos/run.py --seconds 1800 --hosts    # two more hosts, as network namespaces
 
 ``--help`` lists all options.
 """
