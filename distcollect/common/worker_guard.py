@@ -41,6 +41,7 @@ _CHECK_PERIOD_S = 5.0
 # A process that the kernel can't end now, or another user's, is not waited for any longer.
 _END_TIMEOUT_S = 5.0
 _AGAIN_S = 0.1
+_TRACKER_S = 2.0
 
 
 def guard(parent: int) -> None:
@@ -113,20 +114,21 @@ def ended() -> list[tuple[int, int]]:
 
 
 def _kill_all(worker: int) -> int | None:
-    """End the worker's process group and every other descendant, as far as possible.
+    """End the worker, its process group, and every other descendant, as far as possible.
 
     Returns:
         The worker's status, if it ends here.
     """
     status = None
-    deadline = time.monotonic() + _END_TIMEOUT_S
-    with contextlib.suppress(OSError):
-        os.killpg(worker, signal.SIGKILL)
-    while time.monotonic() < deadline:
-        children = children_of(os.getpid())
-        if not children:
+    begin = time.monotonic()
+    while (took_s := time.monotonic() - begin) < _END_TIMEOUT_S:
+        found = _descendants(worker)
+        if not found:
             break
-        for pid in children:
+        # Python's resource trackers end by themselves once all that use what they track have ended,
+        # and free it: named semaphores and shared memory, which would stay otherwise.
+        others = [pid for pid in found if not _is_resource_tracker(pid)]
+        for pid in others or (found if took_s > _TRACKER_S else []):
             with contextlib.suppress(OSError):  # a program of another user
                 os.kill(pid, signal.SIGKILL)
         # The children of those that end now become children of this process.
@@ -143,14 +145,32 @@ def name_process(name: str) -> None:
 
 def children_of(pid: int) -> list[int]:
     """The ids of a process's children, oldest first; zombies count."""
+    return [child for child, parent, _ in _processes() if parent == pid]
+
+
+def _descendants(worker: int) -> list[int]:
+    """This process's children, and what else is in the worker's process group."""
+    own = os.getpid()
+    return [pid for pid, parent, group in _processes() if own == parent or group == worker]
+
+
+def _processes() -> list[tuple[int, int, int]]:
+    """The id of each process, its parent's, and its process group's; the oldest first."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             # After the command's name, in parentheses: the state, the parent, ..., the start.
             fields = stat.read_text().rpartition(")")[2].split()
-            if int(fields[1]) == pid:
-                found.append((int(fields[19]), int(stat.parent.name)))
-    return [child for _, child in sorted(found)]
+            about = int(stat.parent.name), int(fields[1]), int(fields[2])
+            found.append((int(fields[19]), about))
+    return [about for _, about in sorted(found)]
+
+
+def _is_resource_tracker(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"multiprocessing.resource_tracker import main" in command
+    return False
 
 
 def _exit_by(number: int) -> NoReturn:

@@ -6,6 +6,10 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
+from helpers.descendants import descendants
 
 from distcollect.common import worker_guard
 
@@ -49,6 +53,38 @@ os.setsid = outlive_the_guard
 worker_guard.guard(os.getppid())
 print("the worker runs")
 """
+
+# As an env with processes of its own does, which are started and not forked.
+HOLDS_A_SEMAPHORE = """
+import multiprocessing, os, signal, subprocess, sys
+from distcollect.common import worker_guard
+worker_guard.guard(os.getppid())
+held = multiprocessing.get_context("spawn").Semaphore()
+tracker = multiprocessing.resource_tracker._resource_tracker._fd
+subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], pass_fds=[tracker])
+print(held._semlock.name, flush=True)
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize("whom", ["worker", "guard"])
+def test_nothing_of_a_killed_worker_stays_in_shared_memory(whom: str) -> None:
+    """Python's resource tracker, which frees it, is not killed with the other processes."""
+    command = [sys.executable, "-c", HOLDS_A_SEMAPHORE]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as guard:
+        assert guard.stdout is not None
+        name = guard.stdout.readline().strip().removeprefix("/")
+        file = Path("/dev/shm") / f"sem.{name}"
+        assert file.exists()
+        processes = descendants(guard.pid)
+        assert len(processes) == 1 + 2  # the tracker and the one that pauses
+        if whom == "worker":
+            os.kill(worker_guard.children_of(guard.pid)[0], signal.SIGKILL)
+        else:
+            guard.send_signal(worker_guard.KILL)
+        assert guard.wait(END_S) == -signal.SIGKILL
+    assert not file.exists()
+    assert not [pid for pid in processes if Path(f"/proc/{pid}").exists()]
 
 
 def test_a_kill_does_not_hide_how_a_worker_ended() -> None:

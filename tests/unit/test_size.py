@@ -14,7 +14,7 @@ from helpers.paths import ROOT
 
 PACKAGE = ROOT / "distcollect"
 LONGEST_MODULE = 450
-LIMITS = {PACKAGE: 27_948, PACKAGE / "commands": 1_967, ROOT / "tests": 34_696}
+LIMITS = {PACKAGE: 27_958, PACKAGE / "commands": 1_967, ROOT / "tests": 34_726}
 
 
 def code_lines(path: Path) -> int:
