@@ -33,15 +33,22 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, *, pinned: bool = False) -
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes < _SMALLEST_BYTES:
         return torch.empty(shape, dtype=dtype)
+    return torch.from_numpy(block(num_bytes)).view(dtype).view(shape)
+
+
+def block(num_bytes: int) -> np.ndarray:
+    """Return memory for a tensor, uint8 ``[num_bytes]``; a tensor in it keeps it in use."""
+    if num_bytes < _SMALLEST_BYTES:
+        return np.empty(num_bytes, np.uint8)
     unused = _unused[num_bytes]
     try:
-        block = unused.pop()
+        memory = unused.pop()
     except IndexError:
-        block = np.empty(num_bytes, np.uint8)
-    # All tensors in this memory keep the view alive, so the block is unused once the view is freed.
-    view = block[:]
-    weakref.finalize(view, unused.append, block).atexit = False
-    return torch.from_numpy(view).view(dtype).view(shape)
+        memory = np.empty(num_bytes, np.uint8)
+    # All tensors in this memory keep the view alive, so it is unused once the view is freed.
+    view = memory[:]
+    weakref.finalize(view, unused.append, memory).atexit = False
+    return view
 
 
 def copy_of(tensor: torch.Tensor) -> torch.Tensor:

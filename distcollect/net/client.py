@@ -88,13 +88,8 @@ class ControlConnection:
         self._reader.allocate = packets.allocate
         self._packets = packets
 
-    def unblock(self) -> None:
-        """From now on, no thread that sends waits for the trainer: :meth:`receive` sends the rest.
-
-        To be called before :meth:`carry`, and before a message is sent that way.
-        """
-        if self._selector is not None:
-            return
+    def _unblock(self) -> None:
+        """From now on, no thread that sends waits for the peer: :meth:`receive` sends the rest."""
         self.sock.setblocking(False)
         self._outbox = Outbox(self.sock, _MAX_UNSENT)
         self._wake, self._waker = socket.socketpair()
@@ -131,9 +126,7 @@ class ControlConnection:
             raise LaunchError(
                 f"{self._where} is no trainer of distcollect's ({error}): check the address"
             ) from error
-        self.sock.settimeout(None)
-        if isinstance(self.sock, tls.TlsSocket):
-            self.unblock()  # no two threads can use TLS at the same time
+        self._unblock()
         return self.welcome
 
     def _open(self, token: str, deadline: float) -> tuple[JoiningSide, bytes]:
@@ -149,7 +142,6 @@ class ControlConnection:
 
     def _start_tls(self, deadline: float) -> bytes:
         """Encrypt what follows; return the fingerprint of the trainer's certificate."""
-        open_sockets.discard(self.sock)
         self.sock.settimeout(max(0.001, deadline - time.monotonic()))
         self.sock = secured = tls.joining_tls(self.sock)
         self._outbox = Outbox(secured, MAX_FRAME)
@@ -172,10 +164,7 @@ class ControlConnection:
         self._send(self._outbox.send, encode(message))
 
     def send_soon(self, message: Message) -> None:
-        """Have the thread that waits in :meth:`receive` send it; for handlers of signals.
-
-        Only after :meth:`unblock`.
-        """
+        """Have the thread that waits in :meth:`receive` send it; for handlers of signals."""
         self._soon.append(message)
         self._wake_up()
 

@@ -38,8 +38,8 @@ MAX_FRAME = 1 << 20  # bytes; what a peer without the token may send is far less
 _CHUNK = 512 * 1024
 # A connection with more to send lets others have their turn after so many chunks.
 _CHUNKS_AT_ONCE = 8
-_MAX_VIEWS = 64  # that are sent by one call
-_READ_BYTES = 65536
+_MAX_VIEWS = 64  # that are sent or received by one call
+_READ_BYTES, _FEW_BYTES = 65536, 1024
 _TCP_RTO_MAX_MS = 44  # in linux/tcp.h
 
 Buffer: TypeAlias = Any  # bytes, or what a memoryview can be made of
@@ -116,7 +116,7 @@ class PacketReceiver(Protocol):
         """Note that no more packets come, and none can be sent."""
 
 
-class _Incoming:
+class _Incoming(NamedTuple):
     """A large packet that comes in chunks.
 
     Attributes:
@@ -124,15 +124,8 @@ class _Incoming:
         empty: what is left of these; first of the one that is being filled.
     """
 
-    def __init__(self, number: int, parts: list[Buffer]) -> None:
-        self.packet = Packet(number, parts)
-        self.empty = deque(memoryview(part).cast("B") for part in parts if len(part))
-        self.num_missing = sum(map(len, self.empty))
-
-    def fill(self, num_bytes: int) -> None:
-        """Note that so many bytes were written there."""
-        self.num_missing -= num_bytes
-        _advance(self.empty, num_bytes)
+    packet: Packet
+    empty: deque[memoryview]
 
 
 class FrameReader:
@@ -162,23 +155,14 @@ class FrameReader:
             OSError: nothing is there, or the connection is broken.
         """
         if self._chunk_rest:
-            num_bytes: int = sock.recv_into(self._incoming[0].empty[0][: self._chunk_rest])
+            views = _front(self._incoming[0].empty, self._chunk_rest)
+            num_bytes: int = sock.recvmsg_into(views)[0]
             self._filled(num_bytes)
             return num_bytes > 0
-        # What belongs to a large packet is not to be read into this buffer first.
-        most = self._num_wanted() if self._incoming else min(_READ_BYTES, self.max_frame)
-        data = sock.recv(most)
+        # Little of what belongs to a large packet is to be read into this buffer first.
+        data = sock.recv(_FEW_BYTES if self._incoming else min(_READ_BYTES, self.max_frame))
         self.feed(data)
         return bool(data)
-
-    def _num_wanted(self) -> int:
-        """The bytes that the frame which begins in the buffer lacks, or its word."""
-        have = len(self._buffer)
-        if have < _WORD.size:
-            return _WORD.size - have
-        (word,) = _WORD.unpack_from(self._buffer)
-        length: int = word & (1 << _LENGTH_BITS) - 1
-        return _WORD.size + length - have
 
     def feed(self, data: bytes) -> None:
         self._buffer += data  # without a copy of what is there already
@@ -190,7 +174,7 @@ class FrameReader:
             LaunchError: the frame is longer than ``max_frame``, or makes no sense.
         """
         while not self._chunk_rest:
-            if self._incoming and not self._incoming[0].num_missing:
+            if self._incoming and not self._incoming[0].empty:
                 return self._incoming.popleft().packet
             if len(self._buffer) < _WORD.size:
                 return None
@@ -214,26 +198,40 @@ class FrameReader:
             if kind == Kind.PACKET:
                 return Packet(number, [memoryview(data)[_NUMBER.size :]])
             assert self.allocate is not None
-            sizes = [size for (size,) in _NUMBER.iter_unpack(data)][1:]
-            self._incoming.append(_Incoming(number, list(map(self.allocate, sizes))))
+            parts = [self.allocate(size) for (size,) in _NUMBER.iter_unpack(data[_NUMBER.size :])]
+            self._incoming.append(_Incoming(Packet(number, parts), _views(parts)))
         return None
 
     def _begin_chunk(self, length: int) -> None:
-        if not (self._incoming and 0 < length <= self._incoming[0].num_missing):
+        if not (self._incoming and 0 < length <= sum(map(len, self._incoming[0].empty))):
             raise LaunchError(f"a chunk of {length} bytes that belongs to no packet")
         self._chunk_rest = length
         del self._buffer[: _WORD.size]
         while self._buffer and self._chunk_rest:
             space = self._incoming[0].empty[0]
             num_bytes = min(len(space), len(self._buffer), self._chunk_rest)
-            with memoryview(self._buffer) as have:
-                space[:num_bytes] = have[:num_bytes]
+            space[:num_bytes] = self._buffer[:num_bytes]
             del self._buffer[:num_bytes]
             self._filled(num_bytes)
 
     def _filled(self, num_bytes: int) -> None:
-        self._incoming[0].fill(num_bytes)
+        _advance(self._incoming[0].empty, num_bytes)
         self._chunk_rest -= num_bytes
+
+
+def _views(parts: Sequence[Buffer]) -> deque[memoryview]:
+    return deque(memoryview(part).cast("B") for part in parts if len(part))
+
+
+def _front(views: deque[memoryview], num_bytes: int) -> list[memoryview]:
+    """Return so many bytes from the front of ``views``, or fewer if these are too many views."""
+    front: list[memoryview] = []
+    for view in itertools.islice(views, _MAX_VIEWS):
+        front.append(view[:num_bytes])
+        num_bytes -= len(front[-1])
+        if not num_bytes:
+            break
+    return front
 
 
 def _advance(views: deque[memoryview], num_bytes: int) -> None:
@@ -294,7 +292,7 @@ class Outbox:
             if self._ended:
                 raise OSError("the connection has ended")
             self._unsent += data
-            if views := deque(memoryview(part).cast("B") for part in parts if len(part)):
+            if views := _views(parts):
                 self._large.append(views)
             num_chunks = 0
             with contextlib.suppress(BlockingIOError):
@@ -315,15 +313,12 @@ class Outbox:
 
     def _cut_chunk(self) -> None:
         """Move the next chunk of a large packet to what is sent next."""
-        views: list[memoryview] = []
-        packet, room = self._large[0], _CHUNK
-        while room and packet and len(views) < _MAX_VIEWS:
-            views.append(packet[0][:room])
-            room -= len(views[-1])
-            _advance(packet, len(views[-1]))
-        if not packet:
+        views = _front(self._large[0], _CHUNK)
+        num_bytes = sum(map(len, views))
+        _advance(self._large[0], num_bytes)
+        if not self._large[0]:
             self._large.popleft()
-        self._current.append(memoryview(_word(Kind.CHUNK, sum(map(len, views)))))
+        self._current.append(memoryview(_word(Kind.CHUNK, num_bytes)))
         self._current.extend(views)
 
     def end(self) -> None:

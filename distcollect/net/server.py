@@ -123,18 +123,21 @@ class Connection:
         is_own: bool = False,
     ) -> None:
         """``has_unsent``: called when the peer does not take all at once."""
-        self.sock: Any = sock
         self.address = address
         self._token = token
         self.is_own = is_own
         self.packets: PacketReceiver | None = None
         self.state = State.UNPROVEN
-        self.handshake = TrainerSide(token)
         self.is_shaking_hands = False
-        self.reader = FrameReader(_MAX_UNPROVEN_BYTES)
         self.num_reads = 0
-        self.outbox = Outbox(sock, _MAX_UNSENT)
         self._has_unsent = has_unsent
+        self._begin(sock)
+
+    def _begin(self, sock: Any, fingerprint: bytes = b"") -> None:
+        self.sock = sock
+        self.handshake = TrainerSide(self._token, fingerprint)
+        self.reader = FrameReader(_MAX_UNPROVEN_BYTES)
+        self.outbox = Outbox(sock, _MAX_UNSENT)
 
     @property
     def num_pending(self) -> int:
@@ -143,12 +146,8 @@ class Connection:
 
     def secure(self, tls: TrainerTls) -> None:
         """Use TLS from now on, and begin the handshake anew."""
-        open_sockets.discard(self.sock)
-        self.sock = tls.wrap(self.sock)
         self.is_shaking_hands = True
-        self.handshake = TrainerSide(self._token, tls.fingerprint)
-        self.reader = FrameReader(_MAX_UNPROVEN_BYTES)
-        self.outbox = Outbox(self.sock, _MAX_UNSENT)
+        self._begin(TlsSocket(self.sock, tls.context, is_trainer=True), tls.fingerprint)
 
     @property
     def is_over(self) -> bool:
@@ -175,8 +174,11 @@ class Connection:
         Raises:
             OSError: the peer is gone, or does not take what is sent.
         """
+        self._send(self.outbox.send_packet, packet)
+
+    def _send(self, send: Callable[[Any], bool], data: bytes | Packet) -> None:
         try:
-            if self.outbox.send_packet(packet):
+            if send(data):
                 self._has_unsent()
         except OSError:
             self.outbox.end()
@@ -188,12 +190,8 @@ class Connection:
         The server's thread sends what the peer does not take now. A peer that takes nothing for
         :data:`SEND_TIMEOUT_S` is cut off. Its end is reported in both cases.
         """
-        try:
-            if self.outbox.send(encode(message)):
-                self._has_unsent()
-        except OSError as error:
-            log.debug("no %s to %s: %s", type(message).__name__, self.address, error)
-            self.outbox.end()
+        with contextlib.suppress(OSError):
+            self._send(self.outbox.send, encode(message))
 
     def close(self) -> None:
         """End the connection; it is reported as closed."""
@@ -269,6 +267,7 @@ class JoinServer:
         read = [sock for sock in (self._listener, self._wake) if sock is not None]
         self._sockets = (*read, self._waker)
         self._own: deque[socket.socket] = deque()  # that are not served yet
+        self._unread: deque[Connection] = deque()  # with bytes that no selector tells of
         self._selector = selectors.DefaultSelector()
         for sock in self._sockets:
             sock.setblocking(False)
@@ -349,6 +348,9 @@ class JoinServer:
             self._accept(self._listener)
         elif key.fileobj is self._wake:
             self._wake.recv(65536)
+            for _ in range(len(self._unread)):
+                connection = self._unread.popleft()
+                self._guarded(connection, self._read, connection)
             while self._own:
                 self._serve_new(self._own.popleft(), "this host", math.inf, is_own=True)
             for connection in self._with_unsent():
@@ -447,8 +449,7 @@ class JoinServer:
         was_admitted = connection.state is State.ADMITTED
         connection.state = State.CLOSED
         del self._deadlines[connection]
-        # It was refused, or gone when it was accepted; or TLS took its descriptor, and failed.
-        with contextlib.suppress(KeyError, ValueError):
+        with contextlib.suppress(KeyError, ValueError):  # refused, or gone when it was accepted
             self._selector.unregister(connection.sock)
         connection.outbox.close()
         if was_admitted:
@@ -462,9 +463,7 @@ class JoinServer:
     def _read(self, connection: Connection) -> None:
         if connection.is_over:
             return
-        num_reads = 0
-        while num_reads < _READS_AT_ONCE or connection.num_pending:
-            num_reads += 1
+        for _ in range(_READS_AT_ONCE):
             try:
                 if connection.is_shaking_hands:
                     connection.sock.do_handshake()
@@ -480,6 +479,9 @@ class JoinServer:
             self._handle_all(connection)
             if not (connection.reader.is_in_packet or connection.num_pending):
                 return
+        if connection.num_pending:  # else the selector says when there is more
+            self._unread.append(connection)
+            self._wake_up()
 
     def _handle_all(self, connection: Connection) -> None:
         """Handle all frames that have come."""
@@ -519,10 +521,8 @@ class JoinServer:
         decode_as(Opening, opening)
         if not self._sent(connection, encode(StartTls())):
             self._drop(connection)
-            return
-        self._selector.unregister(connection.sock)
-        connection.secure(tls)
-        self._selector.register(connection.sock, selectors.EVENT_READ, connection)
+        else:
+            connection.secure(tls)
 
     def _introduce(self, connection: Connection, frame: bytes) -> None:
         # The versions count first: another protocol's message may differ.

@@ -8,6 +8,7 @@ along, he would have to show the joining process a certificate of his own.
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import hashlib
 import logging
@@ -15,16 +16,13 @@ import os
 import ssl
 import subprocess
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from distcollect.common.memory_segment import small_file
 from distcollect.errors import ArgumentError, LaunchError
-from distcollect.net.framing import open_sockets
 from distcollect.net.interfaces import is_loopback
-
-T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -40,17 +38,23 @@ _MOST_BYTES = 128 * 1024
 class TlsSocket:
     """A socket with TLS, of which the rest of the package uses what a plain socket has too.
 
-    OpenSSL allows one thread at a time to use it, for reading or writing.
+    What is encrypted goes through memory. So many records, each of 16 KiB at most, are sent or
+    received by one call of the system, which takes more time than to copy them. OpenSSL allows one
+    thread at a time to read or write.
     """
 
-    def __init__(self, sock: ssl.SSLSocket) -> None:
+    def __init__(self, sock: Any, context: ssl.SSLContext, *, is_trainer: bool) -> None:
         self._sock = sock
         self._lock = threading.Lock()
-        self.family = sock.family
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=is_trainer)
+        self._unsent = memoryview(b"")  # of what is encrypted
+        self._num_encrypted = 0  # the bytes that this was
         self.fileno = sock.fileno
         self.settimeout = sock.settimeout
         self.setblocking = sock.setblocking
-        open_sockets.add(sock)
+        self.shutdown = sock.shutdown
+        self.close = sock.close
 
     def do_handshake(self) -> None:
         """Go on with TLS's own handshake.
@@ -59,52 +63,66 @@ class TlsSocket:
             BlockingIOError: the peer has to go on first.
             OSError: it failed.
         """
-        self._call(self._sock.do_handshake)
+        with self._lock:
+            while True:
+                with contextlib.suppress(ssl.SSLWantReadError):
+                    try:
+                        return self._tls.do_handshake()
+                    finally:
+                        self._sock.sendall(self._outgoing.read())  # also why it failed
+                self._receive()
+
+    def _receive(self) -> None:
+        data = self._sock.recv(_MOST_BYTES)
+        if not data:
+            raise ConnectionResetError("the peer is gone")
+        self._incoming.write(data)
+
+    def _read(self, *args: Any) -> Any:
+        while True:
+            with contextlib.suppress(ssl.SSLWantReadError):
+                return self._tls.read(*args)
+            self._receive()
 
     @property
     def fingerprint(self) -> bytes:
         """The peer's certificate, see :func:`fingerprint_of`."""
-        return fingerprint_of(self._sock.getpeercert(binary_form=True) or b"")
+        return fingerprint_of(self._tls.getpeercert(binary_form=True) or b"")
 
     def pending(self) -> int:
-        """Bytes that were received, and that no select() tells of any more."""
+        """Bytes that were received, encrypted or not, and that no select() tells of any more."""
         with self._lock:
-            return self._sock.pending()
+            return self._tls.pending() + self._incoming.pending
 
     def recv(self, num_bytes: int) -> bytes:
-        return self._call(self._sock.recv, num_bytes)
-
-    def recv_into(self, buffer: memoryview) -> int:
-        return self._call(self._fill, buffer[:_MOST_BYTES])
-
-    def _fill(self, buffer: memoryview) -> int:
-        """Read records of TLS, each of 16 KiB at most, while there are any."""
-        num_bytes = 0
-        try:
-            while num_bytes < len(buffer) and (num := self._sock.recv_into(buffer[num_bytes:])):
-                num_bytes += num
-        except ssl.SSLWantReadError:
-            if not num_bytes:
-                raise
-        return num_bytes
-
-    def sendmsg(self, buffers: Sequence[memoryview]) -> int:
-        """Send of the first buffer; after a BlockingIOError it has to be the same again."""
-        return self._call(self._sock.send, buffers[0][:_MOST_BYTES])
-
-    def shutdown(self, how: int) -> None:
-        # SSLSocket's own would go on without TLS: what comes later would be read as it is.
-        self._call(super(ssl.SSLSocket, self._sock).shutdown, how)
-
-    def close(self) -> None:
-        self._call(self._sock.close)
-
-    def _call(self, function: Callable[..., T], *args: Any) -> T:
         with self._lock:
-            try:
-                return function(*args)
-            except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
-                raise BlockingIOError from error
+            return bytes(self._read(num_bytes))
+
+    def recvmsg_into(self, buffers: Iterable[memoryview]) -> tuple[int]:
+        num_bytes, read = 0, self._read
+        with self._lock, contextlib.suppress(ssl.SSLWantReadError):
+            for buffer in buffers:
+                rest = buffer
+                while rest and num_bytes < _MOST_BYTES and (num_read := read(len(rest), rest)):
+                    num_bytes += num_read
+                    rest = rest[num_read:]
+                    read = self._tls.read  # only what is there
+        return (num_bytes,)
+
+    def sendmsg(self, buffers: Iterable[memoryview]) -> int:
+        """Send of the buffers; after a BlockingIOError they have to be the same again."""
+        with self._lock:
+            if not self._unsent:
+                self._num_encrypted = 0
+                for buffer in buffers:
+                    room = _MOST_BYTES - self._num_encrypted
+                    self._num_encrypted += self._tls.write(buffer[:room])
+                    if len(buffer) >= room:
+                        break
+                self._unsent = memoryview(self._outgoing.read())
+            while self._unsent:
+                self._unsent = self._unsent[self._sock.send(self._unsent) :]
+            return self._num_encrypted
 
 
 class TrainerTls(NamedTuple):
@@ -117,16 +135,6 @@ class TrainerTls(NamedTuple):
 
     context: ssl.SSLContext
     fingerprint: bytes
-
-    def wrap(self, sock: Any) -> TlsSocket:
-        """Return a socket that doesn't block with TLS; ``sock`` can't be used any more.
-
-        Raises:
-            OSError: the peer is gone; ``sock`` can't be used either.
-        """
-        sock.getpeername()  # else ssl takes the descriptor first, and leaves it open
-        wrapped = self.context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
-        return TlsSocket(wrapped)
 
 
 def fingerprint_of(certificate: bytes) -> bytes:
@@ -257,7 +265,7 @@ def is_required() -> bool:
 
 
 def joining_tls(sock: Any) -> TlsSocket:
-    """Return the socket of a process that joins with TLS; ``sock`` can't be used any more.
+    """Return the socket of a process that joins with TLS.
 
     Raises:
         LaunchError: the trainer's certificate is not of the authority that the user named.
@@ -269,7 +277,9 @@ def joining_tls(sock: Any) -> TlsSocket:
     if authority := os.environ.get(_CA):
         context.verify_mode = ssl.CERT_REQUIRED
         context.load_verify_locations(authority)
+    secured = TlsSocket(sock, context, is_trainer=False)
     try:
-        return TlsSocket(context.wrap_socket(sock))
+        secured.do_handshake()
     except ssl.SSLCertVerificationError as error:
         raise LaunchError(f"its certificate is refused: {error}") from error
+    return secured

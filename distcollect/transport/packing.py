@@ -1,6 +1,7 @@
 """Python objects as parts of a packet: one pickle, and the memory of the tensors and arrays in it.
 
-Tensors are neither copied nor sent within the pickle, except for small ones.
+Tensors are neither copied nor sent within the pickle, except for small ones. Large ones arrive in
+memory of :mod:`~distcollect.common.tensor_cache`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from typing import Any
 
 import torch
 
-from distcollect.common import tensor_cache
 from distcollect.net.framing import Buffer
 
 # A part of its own takes longer than to copy a smaller tensor.
@@ -50,11 +50,6 @@ def unpack(parts: Sequence[Buffer]) -> Any:
         Exception: something that it refers to can't be imported here.
     """
     return pickle.loads(parts[0], buffers=parts[1:])
-
-
-def allocate(num_bytes: int) -> Buffer:
-    """Make memory for a part, which a large tensor can use again once it is freed."""
-    return tensor_cache.empty((num_bytes,), torch.uint8).numpy()
 
 
 def _reduced(tensor: torch.Tensor) -> Any:

@@ -13,9 +13,11 @@ Which transport a run uses is decided in :mod:`distcollect.transport.start`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeAlias, TypeVar, overload
+
+import torch
 
 from distcollect.errors import WorkerError
 from distcollect.net.messages import PeerAddress
@@ -29,7 +31,7 @@ T = TypeVar("T")
 # futures: those cost several times as much.
 Deliver: TypeAlias = Callable[[Any, BaseException | None], object]
 
-# A rollout below this size comes along with its header: one round trip instead of two.
+# A rollout of at most this size comes along with its header: one round trip instead of two.
 INLINE_BYTES = 64 * 1024
 # A worker's n-th rollout lies in slab n modulo this: while one is being fetched the next is being
 # written. A request for a rollout permits the worker to overwrite that rollout's slab.
@@ -47,6 +49,7 @@ class CollectRequest(NamedTuple):
         frames: the frames that were asked for before, of all workers; in sync mode, before the
             batch.
         shared: the trainer can map the worker's memory. Filled in by the transport.
+        inline_bytes: a rollout whose tensors take no more comes along with its header. The same.
     """
 
     num_steps: int
@@ -55,6 +58,12 @@ class CollectRequest(NamedTuple):
     version: int = 0
     frames: int = 0
     shared: bool = False
+    inline_bytes: int = INLINE_BYTES
+
+    def is_inline(self, tensors: Sequence[Any]) -> bool:
+        """Return True if a rollout's tensors, or what stands for them, come with its header."""
+        sent = (each.nbytes for each in tensors if isinstance(each, torch.Tensor))
+        return sum(sent) <= self.inline_bytes
 
 
 class Offer:
@@ -115,9 +124,10 @@ class Transport(Protocol):
     - No method but :meth:`close` waits for a peer, and any thread may call it. Callbacks of answers
       run on threads of the transport, which they must not hold up.
     - However many answers of a peer are pending, it can be asked more; they come in any order.
-    - A rollout below :data:`INLINE_BYTES` comes with its header. A larger one stays with its worker
-      until it is fetched, or :data:`NUM_SLABS` later ones were asked for; then fetching it is an
-      error. If it is declined, none of its tensors travels.
+    - A rollout of at most :data:`INLINE_BYTES` comes with its header; a transport may have somewhat
+      larger ones come so, too. All others stay with their worker until they are fetched, or
+      :data:`NUM_SLABS` later ones were asked for; then fetching one is an error. If it is declined,
+      none of its tensors travels.
     - Tensors that were fetched belong to the caller: nothing that the worker does changes them.
     - If two processes can map each other's memory, tensors are copied from there and not sent.
     - What comes from a peer is unpickled. So one is connected only after it has proven the token.
@@ -222,7 +232,7 @@ def methods_of(protocol: type) -> frozenset[str]:
 
 
 def call_service(
-    service: Service, method: str, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    service: Service, method: str, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
 ) -> Future[Any]:
     """Call a method of ``service`` by name.
 

@@ -21,13 +21,7 @@ from distcollect.rollout.header import Header
 from distcollect.rollout.layout import Tensors
 from distcollect.transport.failure import Failure
 from distcollect.transport.pending_answers import PendingAnswers
-from distcollect.transport.protocol import (
-    INLINE_BYTES,
-    NUM_SLABS,
-    CollectRequest,
-    Service,
-    call_service,
-)
+from distcollect.transport.protocol import NUM_SLABS, CollectRequest, Service, call_service
 from distcollect.transport.rpc_agents import join_agents, leave_agents
 from distcollect.transport.worker_service import WorkerService
 
@@ -86,8 +80,7 @@ def serve_collect(request: CollectRequest) -> torch.futures.Future[Any]:
 
     def package(rollout: tuple[Header, Tensors]) -> tuple[Header, Any]:
         header, tensors = rollout
-        sent_bytes = sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
-        if sent_bytes <= INLINE_BYTES:
+        if request.is_inline(tensors):
             return header, tensors
         _offered.append(_lend(tensors))
         if len(_offered) > NUM_SLABS:

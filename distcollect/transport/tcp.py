@@ -22,10 +22,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from distcollect.common import tensor_cache
 from distcollect.common.waiting import settle
 from distcollect.net.framing import Buffer, Packet
 from distcollect.net.messages import PeerAddress
@@ -41,10 +43,14 @@ from distcollect.transport.tcp_handover import OthersWorker
 from distcollect.transport.tcp_server import Question
 from distcollect.transport.worker_service import WorkerService
 
+# A rollout comes along with its header up to the first, but no more than the second if all workers
+# send one at the same time. To fetch it would take about as long as to send so much.
+_INLINE_BYTES, _INLINE_BYTES_OF_ALL = 1 << 20, 64 << 20
 # In /proc/PID/stat: stopped, also by a debugger, or ended.
 _NOT_ALIVE = frozenset("TtZX")
 
 
+@dataclass(eq=False)
 class _Peer:
     """A worker's process.
 
@@ -52,25 +58,21 @@ class _Peer:
         peer: its id.
         address: what it said of itself.
         connection: with it.
+        pending: the answers that are still to come, of all processes.
         memory: its memory, if that can be mapped here.
     """
 
-    def __init__(
-        self,
-        peer: int,
-        address: PeerAddress,
-        connection: Connection | OthersWorker,
-        pending: PendingAnswers,
-    ) -> None:
-        self.peer = peer
-        self.address = address
-        self.connection = connection
-        self.memory = PeerMemory.of(address.memory_sample)
-        self._pending = pending
+    peer: int
+    address: PeerAddress
+    connection: Connection | OthersWorker
+    pending: PendingAnswers
+
+    def __post_init__(self) -> None:
+        self.memory = PeerMemory.of(self.address.memory_sample)
         self._numbers = itertools.count()
         self._open: dict[int, PendingAnswer] = {}
 
-    allocate = staticmethod(packing.allocate)
+    allocate = staticmethod(tensor_cache.block)
 
     def ask(self, question: Sequence[Buffer], answer: PendingAnswer) -> None:
         """Send a question, which was packed.
@@ -89,12 +91,12 @@ class _Peer:
         try:
             outcome = packing.unpack(packet.parts)
         except Exception as error:  # noqa: BLE001 - raised where the answer is waited for
-            self._pending.complete(answer, error=error)
-            return
-        self._pending.complete(answer, outcome)
+            self.pending.complete(answer, error=error)
+        else:
+            self.pending.complete(answer, outcome)
 
     def ended(self) -> None:
-        self._pending.fail(self.peer)
+        self.pending.fail(self.peer)
 
     @property
     def is_seen_alive(self) -> bool:
@@ -137,7 +139,8 @@ class TcpTransport(PeerTransport[_Peer]):
         return answer
 
     def collect(self, peer: int, request: CollectRequest, deliver: Deliver) -> None:
-        request = request._replace(shared=self.shares_memory(peer))
+        inline_bytes = min(_INLINE_BYTES, _INLINE_BYTES_OF_ALL // (len(self._peers) or 1))
+        request = request._replace(shared=self.shares_memory(peer), inline_bytes=inline_bytes)
 
         def offer(sent: tuple[Header, int, list[Any] | None], error: BaseException | None) -> None:
             if error is not None:
@@ -196,16 +199,12 @@ class TcpTransport(PeerTransport[_Peer]):
     def _ask(self, peer: int, question: tuple[Any, ...], deliver: Deliver) -> None:
         """Send a question to a peer; ``deliver`` gets the answer."""
         answer = self._pending.expect(peer, deliver)
-        known = self._peers.get(peer)
-        if known is None:
-            self._pending.complete(answer, error=peer_is_gone(peer))
-            return
         try:
             parts = packing.pack(question)
         except Exception as error:  # noqa: BLE001 - raised where the answer is waited for
             self._pending.complete(answer, error=error)
             return
         try:
-            known.ask(parts, answer)
-        except OSError as error:
+            self._peers[peer].ask(parts, answer)
+        except (KeyError, OSError) as error:
             self._pending.complete(answer, error=peer_is_gone(peer, error))

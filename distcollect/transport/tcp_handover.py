@@ -60,7 +60,6 @@ class OthersWorker:
             log.warning("%s", error)
             self._joined.set_exception(error)
         else:
-            connection.unblock()
             connection.carry(packets)
             self._joined.set_result(connection)
             with contextlib.suppress(LaunchError):  # what it sends makes no sense

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import enum
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-import torch
-
+from distcollect.common import tensor_cache
 from distcollect.errors import RolloutGone
 from distcollect.net.client import ControlConnection
 from distcollect.net.framing import Packet
@@ -20,7 +19,7 @@ from distcollect.rollout.header import Header
 from distcollect.rollout.layout import Tensors
 from distcollect.transport import packing
 from distcollect.transport.failure import Failure
-from distcollect.transport.protocol import INLINE_BYTES, NUM_SLABS, Service, call_service
+from distcollect.transport.protocol import NUM_SLABS, CollectRequest, Service, call_service
 from distcollect.transport.worker_service import WorkerService
 
 
@@ -51,7 +50,7 @@ class TcpServer:
         self._lock = threading.Lock()  # of these
         connection.carry(self)
 
-    allocate = staticmethod(packing.allocate)
+    allocate = staticmethod(tensor_cache.block)
 
     def close(self) -> None:
         """Do nothing: what serves the connection ends with it."""
@@ -67,11 +66,10 @@ class TcpServer:
             self._fail(number, error)
             return
         if kind == Question.CALL:
-            method, arguments, named = args
-            self._call(number, method, arguments, named, lambda value: value)
+            self._call(number, *args)
         elif kind == Question.COLLECT:
-            offer = partial(self._offer, number)
-            self._call(number, WorkerService.collect.__name__, tuple(args), {}, offer)
+            offer = partial(self._offer, number, *args)
+            self._call(number, WorkerService.collect.__name__, args, {}, offer)
         elif kind == Question.FETCH:
             self._send_rollout(number, *args)
         else:
@@ -81,9 +79,9 @@ class TcpServer:
         self,
         number: int,
         method: str,
-        args: tuple[Any, ...],
+        args: Sequence[Any],
         kwargs: dict[str, Any],
-        package: Callable[[Any], Any],
+        package: Callable[[Any], Any] = lambda value: value,
     ) -> None:
         def deliver(done: Future[Any]) -> None:
             error = done.exception()
@@ -95,17 +93,16 @@ class TcpServer:
         call_service(self._service, method, args, kwargs).add_done_callback(deliver)
 
     def _offer(
-        self, number: int, rollout: tuple[Header, Tensors]
+        self, number: int, request: CollectRequest, rollout: tuple[Header, Tensors]
     ) -> tuple[Header, int, Tensors | None]:
         """Return what is sent of a rollout with its header: its tensors, if they are small."""
         header, tensors = rollout
-        sent_bytes = sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
-        is_small = sent_bytes <= INLINE_BYTES
+        is_inline = request.is_inline(tensors)
         with self._lock:
-            self._offered[number] = None if is_small else tensors
+            self._offered[number] = None if is_inline else tensors
             for old in list(self._offered)[:-NUM_SLABS]:
                 del self._offered[old]  # its memory may be written to now
-        return header, number, tensors if is_small else None
+        return header, number, tensors if is_inline else None
 
     def _send_rollout(self, number: int, offered: int) -> None:
         with self._lock:

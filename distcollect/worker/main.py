@@ -55,7 +55,6 @@ def main(boot: WorkerBoot) -> None:
     if not threads.isdecimal() or not int(threads):
         torch.set_num_threads(boot.num_threads)
     connection = _join(boot)
-    connection.unblock()
     welcome = connection.welcome
     if not isinstance(welcome, WorkerWelcome):
         raise LaunchError(f"the trainer answered a worker by {welcome}")

@@ -30,7 +30,7 @@ from distcollect.net.framing import FrameReader, Outbox, with_length
 from distcollect.net.handshake import JoiningSide, Opening, StartTls
 from distcollect.net.messages import Kill, Refused, decode, encode, to_bytes
 from distcollect.net.server import JoinServer
-from distcollect.net.tls import joining_tls, trainer_tls
+from distcollect.net.tls import TlsSocket, joining_tls, trainer_tls
 
 CERTIFICATE = str(Path(__file__).parents[1] / "helpers" / "certificate.pem")
 
@@ -127,7 +127,7 @@ def test_what_comes_after_the_end_is_read_within_tls(monkeypatch: pytest.MonkeyP
     assert tls is not None
     ours, theirs = socket.socketpair()
     ours.settimeout(SOON_S)
-    trainer = tls.wrap(ours)
+    trainer = TlsSocket(ours, tls.context, is_trainer=True)
     shaking = run_aside(trainer.do_handshake)
     worker = joining_tls(theirs)
     assert shaking is not None

@@ -16,6 +16,7 @@ from helpers.loopback_transport import answer_of
 from helpers.scripts.transport_peer import Service
 from helpers.transport_contract import (
     LARGE,
+    SMALL,
     SOON_S,
     Processes,
     Tcp,
@@ -32,6 +33,7 @@ from distcollect.transport.protocol import NUM_SLABS
 from distcollect.transport.tcp import TcpTransport
 from distcollect.weights.updaters import InlineSource
 
+MEDIUM = 27_000  # steps of 37 bytes
 WORLDS = [Tcp, Tls]
 if not WITHOUT_RPC:
     WORLDS.append(importlib.import_module("helpers.rpc_world").Rpc)
@@ -59,6 +61,17 @@ def test_a_rollout_can_be_fetched_until_its_memory_is_used_again(world: Processe
     unfetched = world.offered(LARGE)
     check(answer_of(world.offered(LARGE).fetch).result(SOON_S), LARGE)
     check(answer_of(unfetched.fetch).result(SOON_S), LARGE)
+
+
+@pytest.mark.parametrize("world", [Tcp, Tls], indirect=True)
+def test_a_rollout_of_medium_size_comes_with_its_header(world: Processes) -> None:
+    """It is fetched without its worker."""
+    offer = world.offered(MEDIUM)
+    others = [world.offered(SMALL) for _ in range(NUM_SLABS)]  # its memory is used again
+    world.stop()
+    check(answer_of(offer.fetch).result(SOON_S), MEDIUM)
+    for other in others:
+        check(answer_of(other.fetch).result(SOON_S), SMALL)
 
 
 @pytest.mark.parametrize("make", [Tcp, Tls])

@@ -14,7 +14,8 @@ from helpers.paths import ROOT
 
 PACKAGE = ROOT / "distcollect"
 LONGEST_MODULE = 450
-LIMITS = {PACKAGE: 27_958, PACKAGE / "commands": 1_967, ROOT / "tests": 34_726}
+LIMITS = {PACKAGE: 27_954, PACKAGE / "commands": 1_966, ROOT / "tests": 34_735}
+LIMITS |= {PACKAGE / "net": 1_402, PACKAGE / "transport": 1_198}
 
 
 def code_lines(path: Path) -> int:

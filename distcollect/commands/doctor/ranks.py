@@ -131,7 +131,6 @@ def take_part(find: Callable[[], TrainerAddress], rank: int, timeout_s: float) -
     control, _ = join(find, DoctorHello(), timeout_s, name=f"rank {rank}")
     address, welcome = control.local_address, control.welcome
     assert isinstance(welcome, WorkerWelcome)
-    control.unblock()
     # Nobody accepts what connects there: the kernel completes the connection.
     with listen(address) as listener:
         server = start_server(welcome.transport, Rank(rank, address), control, address)

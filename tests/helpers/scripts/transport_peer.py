@@ -136,7 +136,6 @@ def serve_tcp(port: int, token: str) -> None:
     """Serve a trainer until it is gone."""
     connection = ControlConnection("127.0.0.1", port, 10)
     connection.join(WorkerHello(worker_id=WORKER_ID, incarnation=0), token)
-    connection.unblock()
     service = Service()
     TcpServer(service, connection)
     print(OtherTrainers(service, connection, token).endpoint, flush=True)
@@ -151,7 +150,6 @@ def serve_many(port: int, token: str, number: int) -> None:
         connection, _ = join(
             lambda: TrainerAddress("127.0.0.1", port, token), hello, 60, name="a light worker"
         )
-        connection.unblock()
         TcpServer(Service(), connection)
         connection.receive()
 
