@@ -197,7 +197,9 @@ class Inference(_Settings):
     Attributes:
         where: "worker": each worker has a copy of its own. "host": one process on each host, the
             inference server, has the only copy and computes the actions of all workers there. They
-            hold no weights, and a push goes to the server alone.
+            hold no weights, and a push goes to the server alone. "auto": one of both, by what a
+            worker that is started for it measures: for each step of all envs, how long the policy
+            takes. Where a server can't be used, it is "worker".
         batch_size: the most envs in a forward pass of a server; after ``set_seed`` each pass is
             padded to so many, so that results repeat. None: all envs of the host.
         num_threads: of a server on a CPU; None: one for each core of its host that the workers
@@ -209,15 +211,12 @@ class Inference(_Settings):
     num_threads: int | None = None
 
     def __post_init__(self) -> None:
-        self._check("where", self.where in ("worker", "host"), "use 'worker' or 'host'")
+        self._check(
+            "where", self.where in ("worker", "host", "auto"), "use 'worker', 'host' or 'auto'"
+        )
         for name in ("batch_size", "num_threads"):
             if getattr(self, name) is not None:
                 self._check_whole(**{name: 1})
-
-    @property
-    def has_servers(self) -> bool:
-        """True if workers ask an inference server."""
-        return self.where == "host"
 
 
 @suggests_names

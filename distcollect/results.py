@@ -291,6 +291,7 @@ class Stats(_Figures, dict[str, Any]):
         in_process: whether the collector steps its envs itself.
         has_weights: whether there are weights that can be published to workers.
         num_cores: number of cores that workers may keep busy on their hosts; 0 if unknown.
+        inference_choice: what ``Inference("auto")`` chose, and why.
         ended: whether it was shut down.
         workers: statistics of each worker, by worker_id.
         num_batches: number of batches collected.
@@ -313,6 +314,7 @@ class Stats(_Figures, dict[str, Any]):
     in_process: bool = False
     has_weights: bool = False
     num_cores: int = 0
+    inference_choice: str = ""
     ended: bool = False
     workers: Mapping[int, WorkerStats] = field(default_factory=dict)
     num_batches: int = 0

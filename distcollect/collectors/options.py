@@ -474,7 +474,7 @@ class WorkerOptions(CollectorOptions):
                 )
         # These check what they are made from.
         _ = self.num_collecting, self.updater, self.transport_name
-        if self.servers:
+        if self.inference is not None and self.inference.where == "host":
             serving.check(self)
         if not load("rounding of frames")(self.makers):
             validation.num_steps(self, self.envs_per_worker)
@@ -529,8 +529,13 @@ class WorkerOptions(CollectorOptions):
     @property
     def servers(self) -> range:
         """The slots of inference servers."""
-        has_servers = self.inference is not None and self.inference.has_servers
-        return range(self.num_to_start, self.num_to_start + has_servers)
+        has_one = self.chosen_inference[0] == "host"
+        return range(self.num_to_start, self.num_to_start + has_one)
+
+    @cached_property
+    def chosen_inference(self) -> tuple[str, str]:
+        """Where the policy computes, and why if that was measured; the first call may do it."""
+        return serving.chosen(self)
 
     @property
     def rollouts_per_batch(self) -> int:

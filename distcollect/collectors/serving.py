@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import secrets
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from distcollect.collectors import pickling
+from distcollect.common.tables import counted
 from distcollect.engine.pickled_plan import PickledPlan
 from distcollect.engine.plan import WorkerPlan
 from distcollect.errors import ArgumentError
@@ -17,9 +21,15 @@ from distcollect.inference.remote_policy import served
 from distcollect.launch.open_hosts import current
 from distcollect.launch.rendezvous import LISTEN
 from distcollect.policy.noise import with_noise_of
+from distcollect.roster.manager import Workers
 
 if TYPE_CHECKING:
     from distcollect.collectors.options import WorkerOptions
+
+log = logging.getLogger(__name__)
+
+# From a worker's request to its answer, without the forward pass.
+_WAY_S = 0.15e-3
 
 
 def check(options: WorkerOptions) -> None:
@@ -42,6 +52,60 @@ def check(options: WorkerOptions) -> None:
             raise ArgumentError(f"inference={options.inference} needs {wanted}")
 
 
+def chosen(options: WorkerOptions) -> tuple[str, str]:
+    """Where the policy computes; and what was chosen why, or "" where there was no choice.
+
+    With :class:`~distcollect.Inference` "auto" this starts a worker, which measures, and ends it.
+
+    Raises:
+        DistCollectError: that worker did not start, or failed.
+    """
+    inference = options.inference
+    if inference is None or inference.where != "auto":
+        return "worker" if inference is None else inference.where, ""
+    try:
+        check(options)
+    except ArgumentError as error:
+        where, why = "worker", str(error)
+    else:
+        where, why = _measured(options)
+    choice = f"Inference('auto') chose {where!r}: {why}"
+    log.info("%s", choice)
+    return where, choice
+
+
+def _measured(options: WorkerOptions) -> tuple[str, str]:
+    trial = replace(options.plan(traces=False), serving=replace(_serving(options), is_trial=True))
+    [pickled] = pickling.pickled_plans([trial])
+    limits = replace(options.fault_limits, min_workers=1)
+    start = partial(Workers, 1, limits, lambda _: pickled, local=True)
+    with contextlib.closing(start(transport=options.transport_name)) as workers:
+        [info] = workers.worker_infos.values()
+    if info.forward_s is None:
+        return "worker", "a server can't compute for these envs"
+    count, alone_s, together_s = options.num_collecting, *info.forward_s
+    # Processes take turns on a GPU.
+    local_s = alone_s * max(1, count / (1 if info.gpu else len(info.cores) or count))
+    host_s = together_s + _WAY_S
+    return "host" if host_s < local_s else "worker", (
+        f"for each step of all envs a server would take {host_s * 1e3:.2g} ms, the policies of "
+        f"{counted(count, 'worker')} {local_s * 1e3:.2g} ms"
+    )
+
+
+def _serving(options: WorkerOptions) -> Serving:
+    inference, limits = options.inference, options.fault_limits
+    assert inference is not None
+    step_s = limits.step_timeout_s or limits.start_timeout_s
+    return Serving(
+        f"distcollect-{secrets.token_hex(16)}",
+        limits.start_timeout_s + step_s,
+        num_workers=options.num_collecting,
+        batch_size=inference.batch_size,
+        num_threads=inference.num_threads,
+    )
+
+
 def pickled_plans(options: WorkerOptions, plans: Sequence[WorkerPlan]) -> list[PickledPlan]:
     """The plans of workers without a policy, of those that evaluate with one, and of the server.
 
@@ -51,16 +115,7 @@ def pickled_plans(options: WorkerOptions, plans: Sequence[WorkerPlan]) -> list[P
 
     Raises: as :func:`.pickling.pickled_plans`.
     """
-    inference, limits, count = options.inference, options.fault_limits, options.num_collecting
-    assert inference is not None
-    step_s = limits.step_timeout_s or limits.start_timeout_s
-    told = Serving(
-        f"distcollect-{secrets.token_hex(16)}",
-        limits.start_timeout_s + step_s,
-        num_workers=count,
-        batch_size=inference.batch_size,
-        num_threads=inference.num_threads,
-    )
+    told, count = _serving(options), options.num_collecting
     policy = with_noise_of(options.policy, served)
     asking = [
         replace(plan, policy=policy, policy_factory=None, device=None, serving=told)

@@ -226,6 +226,7 @@ class WithWorkers(Backend):
                 sync=self._options.sync,
                 has_weights=self._has_weights,
                 num_cores=self._num_cores,
+                inference_choice=self._options.chosen_inference[1],
             ),
             states=states,
             processes=dict(self.workers.processes),

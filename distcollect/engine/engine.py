@@ -30,7 +30,7 @@ from distcollect.policy.random import RandomPolicy
 from distcollect.policy.user import UserPolicy
 from distcollect.rollout.layout import Layout
 from distcollect.rollout.slab import Slab
-from distcollect.rollout.spaces import leaves_of, overlaps
+from distcollect.rollout.spaces import Arrays, leaves_of, overlaps
 
 
 class Engine(EngineBase):
@@ -78,16 +78,7 @@ class Engine(EngineBase):
                 exploration=plan.exploration,
             )
         else:
-            self._policy = UserPolicy(
-                plan.policy,
-                envs.obs,
-                envs.observation_space,
-                envs.action_space,
-                exploration=plan.exploration,
-                device=plan.device,
-                shared=shared,
-                normalizer=normalizer,
-            )
+            self._policy = user_policy(plan, envs, envs.obs, shared=shared)
         _check_options(plan, envs)
         envs.limit_frames(plan.max_frames_per_traj)
         super().__init__(envs, plan, counter)
@@ -165,6 +156,26 @@ class Engine(EngineBase):
         self._reset_due = False
         self.counter.lose("row_skew", self._loop.drop_waiting())
         self._loop.begin_all()
+
+
+def user_policy(
+    plan: WorkerPlan, envs: EnvBatch, observation: Arrays, *, shared: bool = False
+) -> UserPolicy:
+    """The policy of a plan, bound to arrays of observations like those of the envs.
+
+    Raises:
+        PolicyError: see :class:`~distcollect.policy.user.UserPolicy`.
+    """
+    return UserPolicy(
+        plan.policy,
+        observation,
+        envs.observation_space,
+        envs.action_space,
+        exploration=plan.exploration,
+        device=plan.device,
+        shared=shared,
+        normalizer=plan.normalizer,
+    )
 
 
 def _layout(envs: EnvBatch, policy: Policy, normalizer: Normalizer | None) -> Layout:

@@ -54,6 +54,7 @@ class Serving:
         name: of the socket.
         timeout_s: how long a worker waits for an answer, while the server may be replaced.
         is_server: the process is the server; else it is served.
+        is_trial: it is neither, but measures what a server would gain, see :mod:`.trial`.
         num_workers: how many workers the server has at most.
         batch_size: see :class:`~distcollect.Inference`.
         num_threads: see :class:`~distcollect.Inference`.
@@ -62,6 +63,7 @@ class Serving:
     name: str
     timeout_s: float
     is_server: bool = False
+    is_trial: bool = False
     num_workers: int = 1
     batch_size: int | None = None
     num_threads: int | None = None
@@ -70,6 +72,13 @@ class Serving:
     def address(self) -> bytes:
         """The socket's address: an abstract one."""
         return b"\0" + self.name.encode()
+
+    def take_cores(self, cores: tuple[int, ...]) -> None:
+        """Use as many of these cores as a server does, which workers may keep busy."""
+        if cores:  # a worker in its slot would have got one or two of them
+            os.sched_setaffinity(0, cores)
+        num_free = len(cores) - self.num_workers
+        torch.set_num_threads(self.num_threads or max(1, num_free))
 
 
 class Kind(enum.IntEnum):

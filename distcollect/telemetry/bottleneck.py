@@ -66,6 +66,8 @@ def find_bottleneck(stats: Stats) -> Bottleneck:
     sentence = f"Bound by {by} (of the time: {parts}). {advice} "
     rest = waits if bound not in ("env", "policy") else None
     sentence += _on_workers(wanted, stats, rest) + _on_lag(stats)
+    if stats.inference_choice:
+        sentence += f" {stats.inference_choice}."
     if stats.elapsed_s < _BRIEF_S:
         sentence += f" That is from {stats.elapsed_s:.2g} s only."
     return Bottleneck(bound, shares, min(wanted, _room(stats)), sentence)

@@ -30,6 +30,7 @@ class WorkerInfo:
         host: name of its host.
         cores: those that workers may keep busy there; empty if unknown.
         server: the slot of the inference server that has its policy; None: it has its own.
+        forward_s: what :func:`.trial.forward_s` has measured; None: that was not asked for.
     """
 
     layout: Layout | None
@@ -38,6 +39,7 @@ class WorkerInfo:
     host: str = ""
     cores: tuple[int, ...] = ()
     server: int | None = None
+    forward_s: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)

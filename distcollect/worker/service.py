@@ -33,6 +33,7 @@ from distcollect.common.threads import do_jobs
 from distcollect.common.waiting import answer
 from distcollect.engine.base import EngineBase
 from distcollect.engine.build import build_engine
+from distcollect.engine.engine import Engine, user_policy
 from distcollect.engine.env_recovery import taken_faults
 from distcollect.engine.evaluator import Evaluator
 from distcollect.engine.pickled_plan import unpickled
@@ -42,6 +43,7 @@ from distcollect.errors import ArgumentError, EnvError, PolicyError, RolloutGone
 from distcollect.inference.link import Link
 from distcollect.inference.protocol import Serving
 from distcollect.inference.server import InferenceServer
+from distcollect.inference.trial import forward_s
 from distcollect.policy.calling import moved
 from distcollect.policy.live_weights import LiveWeights
 from distcollect.policy.noise import wrappers_of
@@ -277,13 +279,10 @@ class Worker(WorkerService):
                 "policy_factory returned a policy with exploration noise, which workers add, but "
                 "with an inference server they don't have it: pass it as policy"
             )
-        if plan.serving is not None:
-            if plan.serving.is_server:
-                return self._start_serving(plan, plan.serving)
-            self._link = Link(plan.serving, self.worker_id, self.counter)
-            if self._stopping:
-                self._link.stop()
-            plan = replace(plan, link=self._link)
+        if plan.serving is not None and plan.serving.is_server:
+            return self._start_serving(plan, plan.serving)
+        if plan.serving is not None and not plan.serving.is_trial:
+            plan = self._linked(plan, plan.serving)
         own: Any = dict(zip(("worker_id", "incarnation"), self._origin, strict=True))
         build: Any = partial(build_engine, **own)
         evaluator = Evaluator(plan, build, counter=self.counter.evaluation, **own)
@@ -293,14 +292,24 @@ class Worker(WorkerService):
         self._parts = _Parts(receiver, evaluator, engine)
         if self._stopping:
             engine.stop()
-        return self._info(engine.layout, weights)
+        return replace(self._info(engine.layout, weights), forward_s=self._trial(engine))
+
+    def _linked(self, plan: WorkerPlan, serving: Serving) -> WorkerPlan:
+        self._link = Link(serving, self.worker_id, self.counter)
+        if self._stopping:
+            self._link.stop()
+        return replace(plan, link=self._link)
+
+    def _trial(self, engine: EngineBase) -> tuple[float, float] | None:
+        serving = engine.options.serving
+        if serving is None or not serving.is_trial or not isinstance(engine, Engine):
+            return None
+        bound = partial(user_policy, engine.options, engine.envs)
+        return forward_s(bound, engine.envs.obs, serving, self._host_cores)
 
     def _start_serving(self, plan: WorkerPlan, serving: Serving) -> WorkerInfo:
         """Serve other workers, in place of stepping envs."""
-        if self._host_cores:  # a worker in its slot would have got one or two of them
-            os.sched_setaffinity(0, self._host_cores)
-        num_free = len(self._host_cores) - serving.num_workers
-        torch.set_num_threads(serving.num_threads or max(1, num_free))
+        serving.take_cores(self._host_cores)
         if plan.device is not None and (module := module_of(plan.policy)) is not None:
             moved(module, plan.device)
         weights = LiveWeights(published(plan.policy, plan.models), plan.exclude)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -584,6 +585,53 @@ def test_a_run_whose_server_always_ends_ends_too() -> None:
     )
     with collector, pytest.raises(dc.WorkerLost, match=r"worker 1: its process ended.*code 3"):
         list(collector)
+
+
+class Slow(Telling):
+    """Takes as many times longer for one env as for all of several."""
+
+    def forward(self, observation: torch.Tensor) -> Any:
+        time.sleep(0.02 / len(observation))
+        return super().forward(observation)
+
+
+AUTO: dict[str, tuple[type[Telling], dict[str, Any], str]] = {
+    "host": (Slow, {}, "'host': for each step of all envs a server would take"),
+    "worker": (Telling, {}, "'worker': for each step of all envs a server would take"),
+    "refused": (Slow, {"normalize": dc.Normalize()}, "'worker': .* needs no normalize="),
+}
+
+
+@pytest.mark.parametrize("case", AUTO)
+def test_what_is_faster_is_chosen(case: str, caplog: pytest.LogCaptureFixture) -> None:
+    policy, options, why = AUTO[case]
+    with (
+        caplog.at_level("INFO"),
+        dc.MultiSyncDataCollector(
+            ProcessIdEnv,
+            policy(),
+            num_workers=2,
+            frames_per_batch=8,
+            inference=dc.Inference("auto"),
+            **options,
+        ) as collector,
+    ):
+        batch = collector.next()
+        assert len(batch["pid"].unique()) == (1 if case == "host" else 2)
+        assert bool(collector.stats().inference.num_answers) == (case == "host")
+        assert re.search(why, str(collector.bottleneck()))
+        collector.update_policy_weights_()
+    assert len([each for each in caplog.messages if re.search(why, each)]) >= 1
+
+
+def test_an_env_that_can_not_be_made_fails_as_without_a_choice() -> None:
+    def fail() -> Any:
+        raise OSError("no such simulator")
+
+    with pytest.raises(dc.EnvError, match="no such simulator"):
+        dc.MultiSyncDataCollector(
+            fail, Telling(), num_workers=2, frames_per_batch=8, inference=dc.Inference("auto")
+        )
 
 
 SCRIPT = """

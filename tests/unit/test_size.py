@@ -14,8 +14,8 @@ from helpers.paths import ROOT
 
 PACKAGE = ROOT / "distcollect"
 LONGEST_MODULE = 450
-LIMITS = {PACKAGE: 27_954, PACKAGE / "commands": 1_966, ROOT / "tests": 34_735}
-LIMITS |= {PACKAGE / "net": 1_402, PACKAGE / "transport": 1_198}
+LIMITS = {PACKAGE: 28_048, PACKAGE / "commands": 1_966, ROOT / "tests": 34_772}
+LIMITS |= {PACKAGE / "net": 1_402, PACKAGE / "transport": 1_199}
 
 
 def code_lines(path: Path) -> int:
