@@ -474,6 +474,7 @@ class WorkerOptions(CollectorOptions):
                 )
         # These check what they are made from.
         _ = self.num_collecting, self.updater, self.transport_name
+        validation.check_excluded(self.weight_options.exclude, self.policy, self.named_models)
         if self.inference is not None and self.inference.where == "host":
             serving.check(self)
         if not load("rounding of frames")(self.makers):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import fnmatch
 import warnings
-from collections.abc import Callable, Mapping, MutableSequence
+from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple, TypeGuard
 
@@ -29,7 +30,7 @@ from distcollect.envs.kinds import is_env
 from distcollect.envs.make import check_env_id, make_by_id
 from distcollect.errors import ArgumentError, ArgumentTypeError
 from distcollect.launch.open_hosts import current
-from distcollect.policy.weight_layout import WeightLayout, module_of
+from distcollect.policy.weight_layout import WeightLayout, module_of, published, state_tensors
 from distcollect.rollout.spaces import leaves_of
 
 
@@ -256,6 +257,23 @@ def check_policy(policy: object, factories: object, *, several: bool) -> None:
             )
     if several:
         WeightLayout.of(module_of(policy))  # else each worker would draw its own weights
+
+
+def check_excluded(
+    patterns: Sequence[str], policy: object, models: Mapping[str, nn.Module]
+) -> None:
+    """Refuse a pattern of names to exclude that no weight has.
+
+    Raises:
+        ArgumentError: names the pattern.
+    """
+    names = state_tensors(published(policy, models))  # none where only a factory makes the policy
+    for pattern in patterns if names else ():
+        if not fnmatch.filter(names, pattern):
+            raise ArgumentError(
+                f"WeightSync(exclude=[{pattern!r}]): no weight has such a name; these are the "
+                f"names: {', '.join(names)}"
+            )
 
 
 def is_by_worker(weights: object) -> TypeGuard[dict[int, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, get_origin, get_type_hints
@@ -17,6 +18,8 @@ from distcollect.errors import PolicyError, PolicyKeyError, PolicySignatureError
 from distcollect.policy.normalize import Normalizer
 from distcollect.policy.weight_layout import called_by
 from distcollect.rollout.spaces import Arrays, Key, as_key, dtype_name, nested, unflatten
+
+log = logging.getLogger(__name__)
 
 Tensors = dict[Key, torch.Tensor]
 
@@ -128,7 +131,14 @@ def calling_convention(
     else:
         observation = unflatten(observation_space, iter(inputs.tensors.values()))
         named_entries = {name: entries[name] for name in entries if name != "observation"}
-    positional, named = assign(parameters_of(policy), observation, named_entries)
+    parameters = parameters_of(policy)
+    positional, named = assign(parameters, observation, named_entries)
+    if positional and isinstance(positional[0], dict) and named.keys() & observation.keys():
+        log.warning(
+            "the policy's parameter %r gets the whole observation, as no entry has this name: %s",
+            parameters[0].name,
+            ", ".join(observation),
+        )
     if any(isinstance(value, dict | tuple) for value in (*positional, *named.values())):
         # New containers for each call, as the policy may change the ones it gets.
         return lambda: policy(

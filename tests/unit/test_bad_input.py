@@ -9,6 +9,7 @@ import gymnasium as gym
 import pytest
 from gymnasium import spaces
 from helpers.envs import SamplingEnv
+from torch import nn
 
 import distcollect as dc
 
@@ -39,6 +40,17 @@ def test_deadlines_that_make_no_sense(number: Any, error: type[Exception], messa
 
 TEXT, GRAPH = spaces.Text(5), spaces.Graph(spaces.Discrete(2), None)
 SEQUENCE = spaces.Sequence(spaces.Discrete(2))
+
+
+def test_a_pattern_to_exclude_that_no_weight_has() -> None:
+    with pytest.raises(dc.ArgumentError, match=r"exclude=\['critc.\*'\].* names: weight, bias"):
+        dc.MultiSyncDataCollector(
+            "CartPole-v1",
+            nn.Linear(4, 2),
+            frames_per_batch=8,
+            num_workers=1,
+            weight_sync=dc.WeightSync(exclude=["bias", "critc.*"]),
+        )
 
 
 @pytest.mark.parametrize("space", [TEXT, GRAPH, SEQUENCE], ids=lambda s: type(s).__name__)

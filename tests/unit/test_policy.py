@@ -159,6 +159,15 @@ def test_a_dict_observation_as_a_whole_and_as_a_tensordict() -> None:
         assert actions["action",].tolist() == (arrays["inner", "echo"] % 5).tolist()
 
 
+def test_a_first_parameter_of_another_name_beside_an_entry(caplog: Any) -> None:
+    def misnamed(picture: Any, place: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(N, dtype=torch.int64)
+
+    call(misnamed, "dict")
+    said = "'picture' gets the whole observation, as no entry has this name: image, inner, place"
+    assert said in caplog.text
+
+
 def test_tuple_observations() -> None:
     def policy(observation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         first, second = observation
