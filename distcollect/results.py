@@ -53,6 +53,7 @@ class InferenceStats:
         forward_s: mean number of seconds that the policy took.
         num_envs: mean number of envs in the batch that a worker's request was computed in.
         fill: share of these batches that were envs; the rest was padding.
+        num_restarts: number of times that a server's process was replaced.
     """
 
     num_answers: int = 0
@@ -60,6 +61,7 @@ class InferenceStats:
     forward_s: float = math.nan
     num_envs: float = math.nan
     fill: float = math.nan
+    num_restarts: int = 0
 
 
 @dataclass(frozen=True)
@@ -282,7 +284,7 @@ class Stats(_Figures, dict[str, Any]):
         num_bytes: size in bytes of all rollouts fetched from workers.
         num_ready: number of rollouts that are ready and not delivered yet.
         mean_ready: the mean of this number over the moments when a batch was requested.
-        num_restarts: number of times that worker processes were replaced.
+        num_restarts: number of times that processes of workers and of servers were replaced.
         num_env_faults: number of times that envs raised, also in evaluations.
         env_faults: the last twenty of these, the newest last.
         lost: number of frames that were stepped and not delivered, by cause.

@@ -229,8 +229,8 @@ class Pool(MembershipObserver):
             if self._core.closed:
                 return
             server = self.served_by.get(worker_id)
-            if worker_id not in self.servers:
-                self._stats_recorder.joined(worker_id, incarnation)
+            is_server = worker_id in self.servers
+            self._stats_recorder.joined(worker_id, incarnation, is_server=is_server)
             if server is None:
                 newest = self._sender.welcome(worker_id, peer)
             else:

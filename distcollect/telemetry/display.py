@@ -104,7 +104,8 @@ def _inference(stats: Stats) -> list[str]:
     if not found.num_answers:
         return []
     took = f"{found.forward_s * 1e3:,.2f} ms, after {found.queue_s * 1e3:,.2f} ms in the queue"
-    return [f"inference: {found.num_envs:,.1f} envs at once in {took}, {found.fill:.0%} no padding"]
+    parts = f"{found.num_envs:,.1f} envs at once in {took}", f"{found.fill:.0%} no padding"
+    return [f"inference: {', '.join(parts)}, {counted(found.num_restarts, 'restart')}"]
 
 
 def _row(worker_id: int, worker: WorkerStats) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
@@ -94,6 +94,7 @@ class StatsRecorder:
         # Reentrant: garbage collection while it is held may close a collector.
         self._lock = threading.RLock()
         self._tallies: dict[int, _Tally] = {}
+        self._servers: defaultdict[int, _Tally] = defaultdict(self._new_tally)
         self._activity: Activity | None = None  # before the first batch, and at the end
         self._since = 0
         self._spent: Counter[str] = Counter()
@@ -157,10 +158,10 @@ class StatsRecorder:
 
     # What comes from workers.
 
-    def joined(self, worker_id: int, incarnation: int) -> None:
-        """A process has joined a worker's slot."""
+    def joined(self, worker_id: int, incarnation: int, *, is_server: bool = False) -> None:
+        """A process has joined the slot of a worker, or of an inference server."""
         with self._lock:
-            tally = self._tally(worker_id)
+            tally = self._servers[worker_id] if is_server else self._tally(worker_id)
             tally.counts["num_restarts"] += tally.incarnation not in (None, incarnation)
             tally.incarnation = incarnation
 
@@ -280,6 +281,8 @@ class StatsRecorder:
             fates = ledger.workers if ledger else {}
             rates = self._rates(now)
             every = self._new_tally()
+            for tally in self._servers.values():
+                every.counts.update(tally.counts, server_restarts=tally.counts["num_restarts"])
             workers = {}
             for worker_id in sorted({*self._tallies, *states}):
                 tally = self._tally(worker_id)
@@ -385,13 +388,14 @@ def _times(ns: Mapping[str, int]) -> WorkerTimes:
 
 def _inference(sums: Mapping[str, int]) -> InferenceStats:
     if not (count := sums["num_answers"]):
-        return InferenceStats()
+        return InferenceStats(num_restarts=sums["server_restarts"])
     return InferenceStats(
         count,
         queue_s=sums["queue_ns"] / 1e9 / count,
         forward_s=sums["forward_ns"] / 1e9 / count,
         num_envs=sums["num_rows"] / count,
         fill=sums["num_rows"] / sums["num_computed"],
+        num_restarts=sums["server_restarts"],
     )
 
 

@@ -320,6 +320,9 @@ def test_workers_and_server_that_are_killed_lose_no_frame_without_a_cause() -> N
             assert batch["collector", "policy_version"].unique().tolist() == [1]
             pids += batch["pid"].unique().tolist()
         assert len(set(pids)) == 3
+        stats = collector.stats()
+        assert (stats.num_restarts, stats.inference.num_restarts) == (3, 2)
+        assert sum(worker.num_restarts for worker in stats.workers.values()) == 1
         collector.shutdown()
         assert {*collector.ledger.workers} == {0, 1}
         total = collector.ledger.total
