@@ -5,7 +5,6 @@ The worker listens for it, see :class:`~distcollect.worker.other_trainers.OtherT
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -62,9 +61,11 @@ class OthersWorker:
         else:
             connection.carry(packets)
             self._joined.set_result(connection)
-            with contextlib.suppress(LaunchError):  # what it sends makes no sense
+            try:
                 while connection.receive() is not None:
                     pass
+            except Exception:  # also where there is no memory for what comes
+                log.exception("what a worker of another trainer sent is unusable")
             connection.close()
         self._is_over = True  # first, so that no question that is sent from now on is owed
         packets.ended()

@@ -6,10 +6,12 @@ import errno
 import json
 import os
 import socket
+import struct
 import threading
 
 import pytest
 from helpers.join_server import (
+    SOON_S,
     TOKEN,
     WELCOME,
     Connect,
@@ -29,13 +31,16 @@ from distcollect.net.handshake import Opening
 from distcollect.net.messages import (
     Exited,
     Goodbye,
+    PeerAddress,
     Refused,
     SupervisorHello,
     TrainerAddress,
     to_bytes,
     versions,
 )
-from distcollect.net.server import JoinServer
+from distcollect.net.server import Connection, JoinServer
+from distcollect.transport.tcp import TcpTransport
+from distcollect.transport.worker_service import WorkerService
 
 __all__ = ["connect", "events", "server"]
 
@@ -155,3 +160,28 @@ def test_a_malformed_hello_is_refused(
     assert client.receive() is None
     events.next("refused")
     assert events.queue.empty()
+
+
+class Nonsense:
+    """Answers a question by this frame."""
+
+    allocate = bytearray
+
+    def __init__(self, connection: Connection, frame: bytes) -> None:
+        self.received = lambda _: connection.sock.sendall(frame)
+        self.ended = lambda: None
+        connection.carry(self)
+
+
+@pytest.mark.parametrize("frame", [b"\3\0\0\1x", b"\2\0\0\x10" + struct.pack("!QQ", 0, 1 << 62)])
+def test_a_worker_of_another_trainer_that_sends_nonsense_owes_nothing(
+    server: JoinServer, events: Recorder, frame: bytes
+) -> None:
+    """A part of a packet that is not there, or one for which there is no memory."""
+    transport = TcpTransport(TOKEN)
+    transport.connect(7, PeerAddress(f"127.0.0.1:{server.port}"))
+    Nonsense(events.next("admitted"), frame)
+    answer = transport.call(7, WorkerService.preempt, 1)
+    with pytest.raises(dc.WorkerLost):
+        answer.result(SOON_S)
+    transport.close()

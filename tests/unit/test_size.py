@@ -14,8 +14,8 @@ from helpers.paths import ROOT
 
 PACKAGE = ROOT / "distcollect"
 LONGEST_MODULE = 450
-LIMITS = {PACKAGE: 28_075, PACKAGE / "commands": 1_966, ROOT / "tests": 34_791}
-LIMITS |= {PACKAGE / "net": 1_402, PACKAGE / "transport": 1_199}
+LIMITS = {PACKAGE: 28_076, PACKAGE / "commands": 1_966, ROOT / "tests": 34_813}
+LIMITS |= {PACKAGE / "net": 1_402, PACKAGE / "transport": 1_200}
 
 
 def code_lines(path: Path) -> int:
