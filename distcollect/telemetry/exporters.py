@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("distcollect")
 
 _JOIN_TIMEOUT_S = 5.0
+_REQUEST_S = 5.0  # for each read and write of a connection
 
 
 class StatsCollector:
@@ -78,6 +79,10 @@ class Prometheus:
         remedy = "name another port, or 0 for any that is free"
         with refusing(f"{given}: can't listen there", remedy):
             self._server, self._thread = start_http_server(port, "127.0.0.1", registry)
+        # Each connection has a thread, which else waits for ever for one who sends no request.
+        handler: Any = self._server.RequestHandlerClass
+        self._server.RequestHandlerClass = type("Handler", (handler,), {"timeout": _REQUEST_S})
+        self._server.handle_error = lambda *_: None  # type: ignore[method-assign]
         self.port: int = self._server.server_address[1]
         log.info("metrics for Prometheus: http://127.0.0.1:%d/metrics", self.port)
 
