@@ -17,7 +17,7 @@ from tensordict import TensorDict
 from distcollect.collectors import validation
 from distcollect.collectors.background import JOIN_TIMEOUT_S, Background
 from distcollect.collectors.batches import Backend, Hooks
-from distcollect.collectors.finalizer import Finalizer
+from distcollect.collectors.finalizer import Finalizer, close_later
 from distcollect.collectors.options import CollectorOptions
 from distcollect.collectors.replay import RateLimited, ReplayBuffer
 from distcollect.collectors.resumption import Resumption
@@ -377,7 +377,8 @@ class DataCollectorBase(ABC):
         """End what the collector started and release what it holds. May be called again.
 
         A call that an exception broke off, such as Ctrl-C, is completed by the next one. In a
-        forked child of the process that made the collector, it does nothing.
+        forked child of the process that made the collector, it does nothing. From the handler of
+        a signal that interrupted a call of the collector, it does not wait: that call ends first.
 
         Args:
             timeout: has no effect: ``Faults.stop_timeout_s`` is the limit for stopping workers.
@@ -389,6 +390,10 @@ class DataCollectorBase(ABC):
             return
         signals.go_on_noting()
         self._closes_envs = self._closes_envs and close_env
+        if signals.interrupts_us():
+            self._is_shut_down = True
+            close_later(self.shutdown)
+            return
         try:
             self._shut_down()
         except Exception:

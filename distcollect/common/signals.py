@@ -197,6 +197,21 @@ def _is_users(frame: FrameType | None) -> bool:
     return True
 
 
+def interrupts_us() -> bool:
+    """Return True if a handler of a signal runs on this thread that has interrupted our own code.
+
+    That may hold locks, unless it waits.
+    """
+    if not _is_main_thread() or _wake is not _do_nothing:
+        return False
+    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+    codes = {getattr(handler, "__code__", None) for handler in handlers}
+    frame: FrameType | None = sys._getframe()  # noqa: SLF001 - the only way to the caller's
+    while frame is not None and frame.f_code not in codes:
+        frame = frame.f_back
+    return frame is not None and not _is_users(frame.f_back)
+
+
 def _look_again() -> None:
     """Have the handler look at the main thread's frame again, until Ctrl-C is raised."""
     global _is_again  # noqa: PLW0603

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from types import FrameType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -337,6 +338,32 @@ def test_what_other_handlers_raise_ends_the_wait_and_leaves_nothing() -> None:
             ):
                 collect_on(collector, after_s)
             eventually(lambda n=num_threads: threading.active_count() <= n + 1)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_handler_that_interrupts_the_pool_may_shut_down() -> None:
+    """It does not wait for what it has interrupted, which may hold the pool's lock."""
+
+    def stop(_: int, frame: FrameType | None) -> None:
+        modules = []
+        while frame is not None:
+            modules.append(frame.f_globals["__name__"])
+            frame = frame.f_back
+        if modules[0].startswith("distcollect.pool") and "distcollect.pool.event_loop" in modules:
+            collector.shutdown()
+        else:
+            signal.setitimer(signal.ITIMER_REAL, 0.001)
+
+    before = signal.signal(signal.SIGALRM, stop)
+    try:
+        with (
+            loopback_collector(Counting, frames_per_batch=6, num_workers=2) as collector,
+            pytest.raises(dc.CollectorStateError, match="the collector was shut down"),
+        ):
+            collect_on(collector, 0.001)
+        assert collector.ledger.total.open == 0
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
