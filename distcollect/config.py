@@ -142,8 +142,9 @@ class Faults(_Settings):
         stop_timeout_s: limit for workers to end by themselves at shutdown; then they are killed.
         leave_timeout_s: limit for a worker that leaves (released, or it got SIGTERM) to finish the
             rollout that it is collecting; frames of an unfinished rollout are lost.
-        silence_timeout_s: a worker that gives no sign of life for this long (it was stopped, its
-            host is unplugged or down) is lost. The end of a process is noticed at once.
+        silence_timeout_s: a worker that does not answer for this long whether it lives (it was
+            stopped, its host is unplugged or down) is lost. The end of a process is noticed at
+            once. After the network stood still for 5 s, TCP may take 8 to go on.
         step_timeout_s: a worker that finishes no env step for this long, while it should collect or
             evaluate, is killed and replaced; None: no limit.
         max_restarts: how often in a row a worker's process is replaced; the count starts again
@@ -170,7 +171,7 @@ class Faults(_Settings):
     weights_timeout_s: float = 60.0
     stop_timeout_s: float = 4.0
     leave_timeout_s: float = 20.0
-    silence_timeout_s: float = 8.0
+    silence_timeout_s: float = 10.0
     step_timeout_s: float | None = 300.0
     max_restarts: int = 10
     restart_pause_s: float = 30.0

@@ -105,7 +105,8 @@ class WorkerRecord:
         successor: what the slot becomes when its process ends: PAUSED, LOST or LEFT.
         starts: starts in a row, since a process was ready for a minute.
         ready_at: since when the process is ready; infinite: it isn't.
-        heard_at: when the process, which has to be ready, last gave a sign of life.
+        asked_at: when the first ping was sent that the process, which has to be ready, has not
+            answered; infinite: it owes none.
         ping_at: when to ping it next.
         due_at: when something is to be done; see :meth:`Membership.tick`.
     """
@@ -116,7 +117,7 @@ class WorkerRecord:
     successor: WorkerPhase = WorkerPhase.PAUSED
     starts: int = 0
     ready_at: float = math.inf
-    heard_at: float = math.inf
+    asked_at: float = math.inf
     ping_at: float = math.inf
     due_at: float = math.inf
 
@@ -140,7 +141,8 @@ class Membership:
     extended by the time for which :meth:`tick` was called later than :meth:`next_tick` said.
 
     Attributes:
-        silence_timeout_s: a ready process that gives no sign of life for so long is lost.
+        silence_timeout_s: a ready process that answers no ping for so long is lost. It counts from
+            the first of these: before, nobody asked whether it lives.
         start_timeout_s: from a process's start until it has to be ready.
         max_restarts: how many starts in a row may follow the first in a slot, while none of these
             processes is ready for a minute.
@@ -235,7 +237,7 @@ class Membership:
             return False
         self._excuse_absence(now)
         record.phase = WorkerPhase.READY
-        record.ready_at = record.heard_at = now
+        record.ready_at = now
         if record.successor is not WorkerPhase.LEFT:
             record.deadline = math.inf
         self._plan_ping(record, now)
@@ -248,7 +250,7 @@ class Membership:
         if record is None or record.phase in _STARTING:
             return
         self._excuse_absence(now)
-        record.heard_at = now
+        record.asked_at = math.inf
         if record.phase is WorkerPhase.SUSPECTED:
             record.phase = WorkerPhase.READY
         self._changed(record)
@@ -284,7 +286,7 @@ class Membership:
             record.phase = record.successor
         is_replaced = record.phase is WorkerPhase.PAUSED
         record.deadline = now + self._delay(record.starts) if is_replaced else math.inf
-        record.ready_at = record.heard_at = record.ping_at = math.inf
+        record.ready_at = record.asked_at = record.ping_at = math.inf
         record.incarnation += 1
         self._changed(record)
         return True
@@ -328,6 +330,7 @@ class Membership:
             if record.phase is WorkerPhase.READY and now >= self._suspected_from(record):
                 record.phase = WorkerPhase.SUSPECTED
             if now >= record.ping_at:
+                record.asked_at = min(record.asked_at, now)
                 self._plan_ping(record, now)
                 command = Ping(worker_id, record.incarnation)
         self._changed(record)
@@ -339,19 +342,19 @@ class Membership:
             if record.phase in _STARTING and record.successor is not WorkerPhase.LEFT:
                 return f"it was not ready within {self.start_timeout_s:g} s of its start"
             return "it took too long to leave"
-        if now >= record.heard_at + self.silence_timeout_s:
-            return f"no sign of life for {now - record.heard_at:.1f} s"
+        if now >= record.asked_at + self.silence_timeout_s:
+            return f"no sign of life for {now - record.asked_at:.1f} s"
         return ""
 
     def _changed(self, record: WorkerRecord) -> None:
         """Note when the slot is due."""
-        silent_from = record.heard_at + self.silence_timeout_s
+        silent_from = record.asked_at + self.silence_timeout_s
         if record.phase is WorkerPhase.READY:
             silent_from = self._suspected_from(record)
         record.due_at = min(record.deadline, record.ping_at, silent_from)
 
     def _suspected_from(self, record: WorkerRecord) -> float:
-        return record.heard_at + self.silence_timeout_s / 2
+        return record.asked_at + self.silence_timeout_s / 2
 
     @property
     def _ping_period_s(self) -> float:
@@ -367,7 +370,7 @@ class Membership:
         if absent_s > 0:
             for record in self._records.values():
                 if not record.is_empty:
-                    record.heard_at += absent_s
+                    record.asked_at += absent_s
                     record.deadline += absent_s
                     self._changed(record)
 

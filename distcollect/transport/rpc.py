@@ -62,8 +62,7 @@ class RpcTransport(PeerTransport[AgentPeer]):
 
     def collect(self, peer: int, request: CollectRequest, deliver: Deliver) -> None:
         known = self._peers.get(peer)
-        if known is not None and known.memory is not None:
-            request = request._replace(shared=True)
+        request = request._replace(shared=self.shares_memory(peer))
 
         def offer(sent: tuple[Header, Any], error: BaseException | None) -> None:
             if error is not None:

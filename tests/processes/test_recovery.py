@@ -203,8 +203,8 @@ def test_a_stopped_worker_is_found_by_its_silence(marked: Marked) -> None:
         begin = time.monotonic()
         until(collector, checker, lambda: checker.pids[1] != stopped, JOIN_S)
         assert not Path(f"/proc/{stopped}").exists()
-    # Its last sign of life was up to half a second before.
-    assert time.monotonic() - begin > 1.4
+    # The ping that it did not answer may have been sent just before.
+    assert time.monotonic() - begin > 1.9
     balances(collector, checker)
     assert marked.gone(END_S), marked.left()
 

@@ -10,6 +10,7 @@ from heapq import heappop, heappush
 
 import pytest
 
+from distcollect.config import Faults
 from distcollect.results import WorkerState
 from distcollect.roster.membership import (
     Membership,
@@ -37,8 +38,8 @@ class Process:
         self.alive = True
         self.silent = False
         self.joined = False
-        self.heard_at = 0.0  # by the trainer, in time that it was attentive
-        self.pinged_at = 0.0
+        self.pinged_at = 0.0  # in time that the trainer was attentive
+        self.asked_at = math.inf  # the same, by the first ping that was not answered
         self.leave_by = math.inf
         self.join_by = math.inf
 
@@ -151,6 +152,7 @@ class Simulation:
     def ping(self, process: Process) -> None:
         assert process.joined, f"{process.key} was not ready: {self.about}"
         process.pinged_at = self.attended
+        process.asked_at = min(process.asked_at, self.attended)
         if process.alive and not process.silent:
             self.later(self.rng.uniform(0, 1), lambda: self.answer(process))
 
@@ -159,7 +161,7 @@ class Simulation:
         if "no sign of life" in reason:
             self.counts["silent"] += 1
             assert process.silent or not process.alive, about
-            assert self.attended - process.heard_at >= SILENCE_S - 1e-6, about
+            assert self.attended - process.asked_at >= SILENCE_S - 1e-6, about
         elif "leave" in reason:
             self.counts["leave too slowly"] += 1
             assert self.attended >= process.leave_by - 1e-6, about
@@ -186,7 +188,7 @@ class Simulation:
         for worker_id, process in self.processes.items():
             about = f"{process.key}: {self.about}"
             if process.joined:
-                silent_s = self.attended - process.heard_at
+                silent_s = self.attended - process.asked_at
                 assert silent_s < SILENCE_S, f"silent for {silent_s} {about}"
                 if abs(silent_s - SILENCE_S / 2) > 1e-6:
                     suspected = states[worker_id] is WorkerState.SUSPECTED
@@ -228,7 +230,7 @@ class Simulation:
 
     def heard(self, process: Process) -> None:
         self.attend()
-        process.heard_at = self.attended
+        process.asked_at = math.inf
 
     def die(self, process: Process) -> None:
         if process.alive and self.processes.get(process.key[0]) is process:
@@ -393,6 +395,33 @@ def test_commands_come_in_the_order_in_which_they_were_due() -> None:
     membership.close(2)
     assert membership.next_tick(0.0) == 3.0
     assert membership.tick(9.0) == [Start(1, 0), Start(3, 0), Start(0, 0)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_network_that_stands_still_for_5_s_costs_no_worker(seed: int) -> None:
+    """TCP waits longer before each try, so it may go on only 8.4 s after the network stood still.
+
+    It does if its tries are 0.21 s, then twice as long apart: the last within the pause is at 4.99
+    s, and the next at 8.2 s, after what was sent first.
+    """
+    silence_s = Faults().silence_timeout_s
+    membership = Membership(silence_s, START_S, 0, rng=random.Random(seed))
+    membership.open(0, 0.0)
+    membership.tick(0.0)
+    membership.ready(0, 0, 0.0)
+    stands_at, goes_on_at, now = 20.0 + seed / 10, 20.0 + seed / 10 + 8.4, 0.0
+    while (due := membership.next_tick(now)) < goes_on_at:
+        now = max(now, due)
+        for command in membership.tick(now):
+            assert command == Ping(0, 0), f"after {now - stands_at} s"
+            if now < stands_at:
+                membership.heard(0, 0, now)
+    membership.heard(0, 0, goes_on_at)
+    assert membership.state(0) is WorkerState.READY
+    # Who never answers is lost, not much later than the timeout.
+    [*_, (when, overdue)] = watch(membership, goes_on_at, goes_on_at + 1.3 * silence_s)
+    assert isinstance(overdue, Overdue)
+    assert when <= goes_on_at + 1.25 * silence_s
 
 
 def test_a_process_that_ends_in_order_is_watched_until_it_has_ended() -> None:

@@ -14,8 +14,8 @@ from helpers.paths import ROOT
 
 PACKAGE = ROOT / "distcollect"
 LONGEST_MODULE = 450
-LIMITS = {PACKAGE: 28_093, PACKAGE / "commands": 1_966, ROOT / "tests": 34_850}
-LIMITS |= {PACKAGE / "net": 1_402, PACKAGE / "transport": 1_200}
+LIMITS = {PACKAGE: 28_093, PACKAGE / "commands": 1_966, ROOT / "tests": 34_870}
+LIMITS |= {PACKAGE / "net": 1_402, PACKAGE / "transport": 1_199}
 
 
 def code_lines(path: Path) -> int:

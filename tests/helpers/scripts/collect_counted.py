@@ -39,9 +39,7 @@ def main():
     threading.Thread(target=lambda: (sys.stdin.readline(), wanted.set()), daemon=True).start()
     expected = {}  # by worker and process
     replaced = 0
-    # Above the 10 s after which TCP gives a connection up.
-    faults = dc.Faults(silence_timeout_s=12.0)
-    with dc.RPCDataCollector(Counting, frames_per_batch=FRAMES, faults=faults) as collector:
+    with dc.RPCDataCollector(Counting, frames_per_batch=FRAMES) as collector:
         rest, begun = MORE, False
         while rest:
             batch = collector.next(timeout_s=60)
