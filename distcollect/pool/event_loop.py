@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+from distcollect.common import signals
+from distcollect.errors import CollectorStateError
+
 T = TypeVar("T")
+
+# For a signal's handler: who has the lock may wait for what the handler interrupted.
+_HANDLER_TIMEOUT_S = 2.0
 
 
 class EventLoop:
@@ -24,6 +31,25 @@ class EventLoop:
         self._is_handling = False
         self._fail = fail
         self._events: deque[tuple[Any, ...]] = deque()  # see post()
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Hold the lock within.
+
+        Raises:
+            CollectorStateError: a signal's handler would perhaps wait for ever.
+        """
+        if not self.lock.acquire(blocking=False):
+            limit_s = _HANDLER_TIMEOUT_S if signals.interrupts_us() else -1
+            if not self.lock.acquire(timeout=limit_s):
+                raise CollectorStateError(
+                    "the handler of a signal has interrupted a call of the collector, which holds "
+                    "what this needs: note the signal there, and look between two batches"
+                )
+        try:
+            yield
+        finally:
+            self.lock.release()
 
     def post(self, *event: Any) -> None:
         """Have the core handle an event, after those that came before.

@@ -154,13 +154,13 @@ class Pool(MembershipObserver):
     @property
     def worker_ids(self) -> tuple[int, ...]:
         """The workers' ids in order, with those that are being replaced."""
-        with self._lock:
+        with self._loop.reading():
             return tuple(w for w in self._core.slots.worker_ids if w not in self.servers)
 
     @property
     def present(self) -> tuple[int, ...]:
         """The ids, in order, of the workers that collect and are there now."""
-        with self._lock:
+        with self._loop.reading():
             return tuple(sorted(slot.worker_id for slot in self._core.slots if slot.may_be_asked))
 
     def await_present(self, timeout_s: float) -> tuple[int, ...]:
@@ -171,7 +171,7 @@ class Pool(MembershipObserver):
         """
 
         def are_present() -> bool:
-            with self._lock:
+            with self._loop.reading():
                 return bool(self.present or not self._core.slots.some_collect_or_will)
 
         self._await(are_present, timeout_s)
@@ -192,25 +192,25 @@ class Pool(MembershipObserver):
     @property
     def stale_frames(self) -> dict[int, int]:
         """Frames that were given up or masked as too stale, by worker_id."""
-        with self._lock:
+        with self._loop.reading():
             return self._core.requests.stale_frames.copy()
 
     @property
     def ledger(self) -> LedgerReport:
         """Where all frames went."""
-        with self._lock:
+        with self._loop.reading():
             return self._core.requests.ledger.report()
 
     @property
     def paces(self) -> dict[int, WorkerThroughput]:
         """worker_id to how fast it is."""
-        with self._lock:
+        with self._loop.reading():
             return self._core.requests.paces
 
     @property
     def num_ready(self) -> dict[int, int]:
         """worker_id to how many of its rollouts wait for delivery; without those that have none."""
-        with self._lock:
+        with self._loop.reading():
             return self._core.requests.num_ready
 
     def lag(self, worker_id: int, version: int) -> int:

@@ -367,3 +367,31 @@ def test_a_handler_that_interrupts_the_pool_may_shut_down() -> None:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+def test_a_handler_that_interrupts_the_counting_reads_no_figures_or_all() -> None:
+    """A worker's thread has the pool's lock, and waits for what was interrupted."""
+    outcomes: list[str] = []
+
+    def look(_: int, frame: FrameType | None) -> None:
+        if frame is None or frame.f_globals["__name__"] != "distcollect.telemetry.recorder":
+            signal.setitimer(signal.ITIMER_REAL, 0.0005)
+            return
+        time.sleep(0.1)  # meanwhile the workers finish what they were asked for
+        try:
+            outcomes.append(type(collector.ledger).__name__)
+        except dc.CollectorStateError as error:
+            outcomes.append(str(error))
+
+    before = signal.signal(signal.SIGALRM, look)
+    try:
+        with loopback_collector(Counting, frames_per_batch=6, num_workers=2) as collector:
+            while not any("note the signal there" in outcome for outcome in outcomes):
+                num_seen = len(outcomes)
+                signal.setitimer(signal.ITIMER_REAL, 0.0005)
+                while len(outcomes) == num_seen:
+                    collector.next()
+        assert set(outcomes[:-1]) <= {"LedgerReport"}
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

@@ -14,7 +14,7 @@ from helpers.paths import ROOT
 
 PACKAGE = ROOT / "distcollect"
 LONGEST_MODULE = 450
-LIMITS = {PACKAGE: 28_093, PACKAGE / "commands": 1_966, ROOT / "tests": 34_870}
+LIMITS = {PACKAGE: 28_110, PACKAGE / "commands": 1_966, ROOT / "tests": 34_893}
 LIMITS |= {PACKAGE / "net": 1_402, PACKAGE / "transport": 1_199}
 
 
