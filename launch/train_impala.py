@@ -277,7 +277,10 @@ def parse_args() -> argparse.Namespace:
     command = parser(__doc__, split="a worker's envs", measure=measure)
     add = command.add_argument
     add(
-        "--inference", choices=["worker", "host"], default="worker", help="where actions are chosen"
+        "--inference",
+        choices=["worker", "host", "auto"],
+        default="worker",
+        help="where actions are chosen",
     )
     add("--game", default="crazy_climber", help="the game's name in ale-py (%(default)s)")
     command.set_defaults(

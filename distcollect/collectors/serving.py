@@ -43,7 +43,7 @@ def check(options: WorkerOptions) -> None:
         "one policy_device": len(devices) == 1,
         "no models=": not options.named_models,
         "no normalize=": options.normalize is None,
-        "reproducible=False": not options.reproducible,
+        "reproducible=False: set_seed() repeats with sync=True": not options.reproducible,
         "WeightSync(swap_within_rollouts=True)": weights.swap_within_rollouts,
         "workers that this process starts, on its own host": options.is_local or not others_join,
     }

@@ -157,10 +157,10 @@ def _torchrl_async() -> Iterator[tuple[str, Part]]:
 
 def _inference() -> Iterator[tuple[str, Part]]:
     for prefix, about in (("images", "8 workers, CNN"), ("cartpole", "1 worker, 64x64 MLP")):
-        for where in ("worker", "host"):
+        for where in ("worker", "host", "auto"):
             options = {"where": where, "images": prefix == "images"}
-            words = f"{about}, policy on the {where}"
-            baseline = f"{prefix}-worker" if where == "host" else None
+            words = f"{about}, Inference({where!r})"
+            baseline = f"{prefix}-worker" if where != "worker" else None
             yield f"{prefix}-{where}", Part(words, "contenders:run_inference", options, baseline)
 
 
