@@ -12,18 +12,22 @@ import socket
 import ssl
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+from helpers.light_workers import Light, collect_all
 from helpers.loopback_transport import answer_of
 from helpers.rpc_world import Rpc
 from helpers.scripts.transport_peer import rollout
 from helpers.transport_contract import SOON_S, Tcp, Tls
 
 from benchmarks.items import Values
+from distcollect.common.peer_ids import identity
 from distcollect.net.tls import trainer_tls
 from distcollect.transport import rpc_agents
 
 _TURNS = 5
+_LIGHT_STEPS = 100  # of 37 bytes
 
 
 def run(seconds: float, *, num_bytes: int) -> Values:
@@ -56,6 +60,32 @@ def run(seconds: float, *, num_bytes: int) -> Values:
     values["tcp_speed_ratio"] = values["socket_us"] / values["tcp_us"]
     values["tls_speed_ratio"] = values["ssl_us"] / values["tls_us"]
     return values
+
+
+def run_light(seconds: float, *, num_workers: int) -> Values:
+    """Return the same CPU time where so many workers are asked together, by each transport.
+
+    They are threads of one process over TCP; RPC reaches one process by so many connections.
+    """
+    rpc = Rpc()
+    address = rpc.transport.address_of(rpc.peer)
+    peers = [rpc.peer, *(identity().new_peer() for _ in range(num_workers - 1))]
+    for peer in peers[1:]:
+        rpc.transport.connect(peer, address)
+    tcp, tls = Light(num_workers, "token"), Light(num_workers, "tls")
+    worlds = {"rpc": (rpc, peers), "tcp": (tcp, tcp.peers), "tls": (tls, tls.peers)}
+    found: dict[str, list[float]] = {name: [] for name in worlds}
+    try:
+        for _ in range(1 + _TURNS):
+            for name, (world, all_peers) in worlds.items():
+                collect = partial(collect_all, world.transport, all_peers, _LIGHT_STEPS)
+                _, cpu_us = _window(collect, seconds / _TURNS)
+                found[name].append(cpu_us / num_workers)
+    finally:
+        for world, _ in worlds.values():
+            world.close()
+    values = {f"{name}_cpu_us": min(windows[1:]) for name, windows in found.items()}
+    return values | {"cpu_ratio": values["tcp_cpu_us"] / values["rpc_cpu_us"]}
 
 
 class _Bare:

@@ -134,6 +134,7 @@ def _scale() -> Iterator[tuple[str, Part]]:
 def _fetch() -> Iterator[tuple[str, Part]]:
     for name, num_bytes in (("3kB", 3_000), ("1MB", 1_000_000), ("28MB", 28_000_000)):
         yield name, Part(f"rollouts of {name}", "fetch:run", {"num_bytes": num_bytes})
+    yield "256-workers", Part("256 workers", "fetch:run_light", {"num_workers": 256})
 
 
 def _torchrl_async() -> Iterator[tuple[str, Part]]:
