@@ -106,8 +106,7 @@ class TcpServer:
 
     def _send_rollout(self, number: int, offered: int) -> None:
         with self._lock:
-            tensors = self._offered.get(offered)
-            if tensors is not None:
+            if (tensors := self._offered.get(offered)) is not None:
                 self._offered[offered] = None
         if tensors is None:
             self._fail(number, RolloutGone("its memory has been used again"))

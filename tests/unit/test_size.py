@@ -14,8 +14,8 @@ from helpers.paths import ROOT
 
 PACKAGE = ROOT / "distcollect"
 LONGEST_MODULE = 450
-LIMITS = {PACKAGE: 28_110, PACKAGE / "commands": 1_966, ROOT / "tests": 34_893}
-LIMITS |= {PACKAGE / "net": 1_402, PACKAGE / "transport": 1_199}
+LIMITS = {PACKAGE: 28_109, PACKAGE / "commands": 1_966, ROOT / "tests": 34_929}
+LIMITS |= {PACKAGE / "net": 1_402, PACKAGE / "transport": 1_198}
 
 
 def code_lines(path: Path) -> int:
