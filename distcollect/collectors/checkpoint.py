@@ -310,6 +310,7 @@ class Checkpoint:
             raise LaunchError(f"{why}: this process saves nothing more, and has to end")
 
     def _save_and_exit(self) -> None:
+        signals.begin_end()
         self.save()
         log.warning("%s told this process to end: saved %s", signals.requested_signal(), self.path)
         signals.end()

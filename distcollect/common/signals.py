@@ -12,6 +12,7 @@ Ctrl-C is handled so on the main thread, while a collector is open, if nobody el
 from __future__ import annotations
 
 import _thread
+import atexit
 import contextlib
 import logging
 import os
@@ -55,6 +56,7 @@ def _do_nothing() -> None:
 # Signals concern the process.
 _requested = ""  # the signal that asked this process to end
 _save_and_exit: Callable[[], None] | None = None
+_is_ending = False  # the main thread does that, or has done it
 _previous: dict[int, Any] = {}  # handlers of the signals that ask for that
 _is_noted = False  # Ctrl-C came, and is still to be raised
 _is_again = False  # the next SIGINT is our own
@@ -69,23 +71,20 @@ def check() -> None:
         KeyboardInterrupt: Ctrl-C was noted.
         Interrupted: this process was asked to end, and :func:`watch` called. The state is saved.
     """
-    global _save_and_exit
     if not (_is_noted or _requested) or not _is_main_thread():
         return
     if _is_noted:
         _interrupt()
-    if _save_and_exit is not None:
-        # Once: what follows, such as closing the collectors, waits as well.
-        save_and_exit, _save_and_exit = _save_and_exit, None
-        save_and_exit()
+    if _save_and_exit is not None and not _is_ending:
+        _save_and_exit()
 
 
 def _interrupt() -> NoReturn:
     """Raise KeyboardInterrupt, the answer to every Ctrl-C so far."""
-    global _is_noted, _requested  # noqa: PLW0603
+    global _is_noted, _requested, _is_ending  # noqa: PLW0603
     _is_noted = False
     if _requested == signal.SIGINT.name:
-        _requested = ""
+        _requested, _is_ending = "", False
     raise KeyboardInterrupt
 
 
@@ -229,7 +228,7 @@ def watch(save_and_exit: Callable[[], None], *, ctrl_c: bool = False) -> None:
     """Note the signals from now on; :func:`check` then calls ``save_and_exit``.
 
     Args:
-        save_and_exit: saves, and calls :func:`end`.
+        save_and_exit: calls :func:`begin_end`, saves, and calls :func:`end`.
         ctrl_c: Ctrl-C is one of them; when it comes twice, the second one has its usual effect.
     """
     global _save_and_exit  # noqa: PLW0603
@@ -246,6 +245,12 @@ def watch(save_and_exit: Callable[[], None], *, ctrl_c: bool = False) -> None:
 def requested_signal() -> str:
     """The signal that asked this process to end; "" if none did."""
     return _requested
+
+
+def begin_end() -> None:
+    """No :func:`check` saves from now on: what follows, such as closing the collectors, waits."""
+    global _is_ending  # noqa: PLW0603
+    _is_ending = _is_main_thread()  # SystemExit ends another thread silently
 
 
 def end() -> NoReturn:
@@ -276,8 +281,8 @@ def _note(number: int, frame: FrameType | None) -> None:
 
 def stop_watching() -> None:
     """Restore the handlers from before :func:`watch`, and forget a signal that has come."""
-    global _save_and_exit, _requested
-    _save_and_exit, _requested = None, ""
+    global _save_and_exit, _requested, _is_ending
+    _save_and_exit, _requested, _is_ending = None, "", False
     for number, handler in _previous.items():
         if signal.getsignal(number) is _note:
             signal.signal(number, handler)
@@ -297,4 +302,15 @@ def _forked() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def _ignore_repeated() -> None:
+    """Let the signal that ends this process not come again, with the exit code of its own.
+
+    Python restores the default handlers when it exits, and then takes a second to free its objects.
+    """
+    for number in SIGNALS:
+        if _requested and signal.getsignal(number) is _note:
+            signal.signal(number, signal.SIG_IGN)
+
+
+atexit.register(_ignore_repeated)
 os.register_at_fork(after_in_child=_forked)

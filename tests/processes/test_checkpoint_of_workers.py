@@ -13,6 +13,7 @@ import torch
 from helpers.checkpointing import check_goes_on_where_it_was
 from helpers.marked import Marked
 from helpers.paths import SCRIPTS
+from helpers.programs import run_python
 
 import distcollect as dc
 from distcollect.common import signals
@@ -54,3 +55,25 @@ def test_a_signal_saves_and_ends(
     assert marked.gone()
     saved = torch.load(path, weights_only=True)["parts"]["collector"]
     assert saved["frames"] >= 50
+
+
+# Objects of the script are freed after Python has restored the handlers of signals.
+SIGNALLED_AGAIN = """
+import os, signal, sys
+import distcollect as dc
+
+class Freed:
+    def __del__(self):
+        os.write(1, b"again")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+freed = Freed()
+checkpoint = dc.Checkpoint(sys.argv[1], progress={})
+signal.raise_signal(signal.SIGTERM)
+checkpoint.step()
+"""
+
+
+def test_a_second_signal_at_exit_changes_no_exit_code(tmp_path: Path) -> None:
+    ended = run_python("-c", SIGNALLED_AGAIN, tmp_path / "c.pt", timeout_s=60)
+    assert (ended.returncode, ended.stdout) == (signals.EXIT_TO_RESUME, "again"), ended.stderr

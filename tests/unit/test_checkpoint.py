@@ -225,6 +225,18 @@ def test_ctrl_c_pressed_again_saves_nothing(tmp_path: Path) -> None:
     assert not any(tmp_path.iterdir())
 
 
+def test_a_signal_saves_once(tmp_path: Path) -> None:
+    """What closes the collectors afterwards waits as well."""
+    with dc.SyncDataCollector(Echo, None, frames_per_batch=4) as collector:
+        checkpoint = dc.Checkpoint(tmp_path / "c.pt", progress={})
+        signal.raise_signal(signal.SIGUSR2)
+        with pytest.raises(SystemExit, match="75"):
+            checkpoint.step()
+        checkpoint.path.unlink()
+        collector.next()
+    assert not checkpoint.path.exists()
+
+
 def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
     def draw() -> tuple[float, ...]:
         return torch.rand(()).item(), np.random.rand(), random.random(), random.gauss(0, 1)  # noqa: NPY002
