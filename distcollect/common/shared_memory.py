@@ -36,8 +36,6 @@ def map_segment(segment: Segment) -> torch.Tensor:
 class SharedTensor(NamedTuple):
     """A tensor in shared memory; it is sent in place of the tensor's bytes.
 
-    A tuple, which is pickled fast.
-
     Attributes:
         segment: where the memory is found.
         offset: where in it the tensor begins, in bytes.
@@ -58,6 +56,21 @@ class SharedTensor(NamedTuple):
     def within(self, memory: torch.Tensor) -> torch.Tensor:
         """Return the tensor itself; ``memory`` is the segment's, see :func:`map_segment`."""
         return memory[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.shape)
+
+
+class SharedTensors(NamedTuple):
+    """All tensors in one shared memory; it is sent, again and again, in place of their bytes.
+
+    Attributes:
+        name: of the memory.
+        nbytes: their size in bytes, together.
+        places: a pickled list of :class:`SharedTensor`. Who gets it unpickles it once: that takes
+            longer than all else in a message.
+    """
+
+    name: str
+    nbytes: int
+    places: bytes
 
 
 def allocate(num_bytes: int) -> tuple[torch.Tensor, Segment]:

@@ -53,6 +53,8 @@ def block(num_bytes: int) -> np.ndarray:
 
 def copy_of(tensor: torch.Tensor) -> torch.Tensor:
     """Clone a contiguous tensor into memory of this cache."""
+    if tensor.nbytes < _SMALLEST_BYTES:
+        return tensor.clone()
     return empty(tuple(tensor.shape), tensor.dtype).copy_(tensor)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -48,9 +48,10 @@ def count_lags(
     Returns:
         For each rollout its frames by version.
     """
-    versions = batch["collector", "policy_version"]
-    by_rollout = versions.reshape(len(rollouts), -1)
-    traj_ids = batch["collector", "traj_ids"].reshape(len(rollouts), -1)
+
+    def entries(name: str) -> Any:
+        return batch["collector", name].reshape(len(rollouts), -1)
+
     lags: list[list[VersionFrames]] = []
     stale: list[tuple[int, int]] = []
     for index, rollout in enumerate(rollouts):
@@ -58,7 +59,7 @@ def count_lags(
         lowest, highest = rollout.header.policy_version
         versions_of = [(lowest, rollout.header.num_frames)]
         if lowest != highest:
-            versions_of = _versions(by_rollout[index], traj_ids[index])
+            versions_of = _versions(entries("policy_version")[index], entries("traj_ids")[index])
         for version, num_frames in versions_of:
             lag, age = lag_of(rollout.header.worker_id, version), age_of(version)
             is_masked = bound is not None and bound.slack(lag, age) < 0
@@ -67,10 +68,10 @@ def count_lags(
                 stale.append((index, version))
         lags.append(counts)
     if stale:
-        fresh = torch.ones_like(by_rollout, dtype=torch.bool)
+        mask, versions = entries("mask"), entries("policy_version")
         for index, version in stale:
-            fresh[index][by_rollout[index] == version] = False
-        batch["collector", "mask"] &= fresh.reshape(versions.shape)
+            mask[index][versions[index] == version] = False
+        batch["collector", "mask"] = mask.reshape(batch.shape)
     return lags
 
 

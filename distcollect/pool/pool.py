@@ -293,10 +293,6 @@ class Pool(MembershipObserver):
         finally:
             self._waiting.remove(wakeup)
 
-    def _check_open(self) -> None:
-        if self._core.closed:
-            raise CollectorStateError("the collector was shut down")
-
     def _check(self) -> None:
         """Raise what ended the run, if anything did."""
         if (error := self._end()) is not None:
@@ -358,10 +354,10 @@ class Pool(MembershipObserver):
             rest_s = timeout_s
             if self._plan.deadline_s is not None and self._plan.deadline_s < timeout_s:
                 rest_s -= self._plan.deadline_s
-                if not self._await(self._is_there, self._plan.deadline_s):
+                if not self._await(lambda: self._delivery is not None, self._plan.deadline_s):
                     # Then the workers deliver what they have.
                     self._loop.do(self._core.end_early)
-            self._await(self._is_there, rest_s)
+            self._await(lambda: self._delivery is not None, rest_s)
         except BaseException:
             delivery, _ = self._loop.do(self._cancel)
             if delivery is not None:
@@ -376,9 +372,6 @@ class Pool(MembershipObserver):
         self._stats_recorder.switch_to("assemble")
         return delivery
 
-    def _is_there(self) -> bool:
-        return self._delivery is not None
-
     def _want(self, wanted: Wanted, keep_s: float) -> None:
         self._check()
         if wanted is not Wanted.REFERENCE:
@@ -386,11 +379,9 @@ class Pool(MembershipObserver):
         self._core.batch_wanted(wanted, keep_s)
 
     def _deliver(self, wanted: Wanted, requests: Sequence[RolloutRequest]) -> None:
-        rollouts = []
-        if wanted is not Wanted.REFERENCE:
-            taken = [request.take_rollout() for request in requests]
-            rollouts = sorted(taken, key=lambda rollout: origin(rollout.header))
-        self._delivery = Delivery(requests, rollouts)
+        taken = [] if wanted is Wanted.REFERENCE else [each.take_rollout() for each in requests]
+        taken.sort(key=lambda rollout: origin(rollout.header))
+        self._delivery = Delivery(requests, taken)
         self._wake_user()
 
     def _cancel(self) -> tuple[Delivery | None, str]:
@@ -419,7 +410,8 @@ class Pool(MembershipObserver):
         """
         worker_ids = [rollout.header.worker_id for rollout in delivery.rollouts]
         with self._lock:
-            self._check_open()
+            if self._core.closed:
+                raise CollectorStateError("the collector was shut down")
             self._stats_recorder.delivered(zip(worker_ids, lags, strict=True))
             for worker_id, num_frames in masked.items():
                 self._core.requests.stale_frames[worker_id] += num_frames

@@ -283,9 +283,8 @@ class Requests:
     def is_stale(self, request: RolloutRequest, bound: Staleness) -> bool:
         """Return True if it waits for delivery and is older than ``bound`` allows."""
         # One that is being fetched is looked at again when it is here.
-        if request.state not in (_R.READY, _R.HERE):
-            return False
-        return self._versions.slack(bound, request.worker_id, request.version) < 0
+        is_waiting = request.state in (_R.READY, _R.HERE)
+        return is_waiting and self._versions.slack(bound, request.worker_id, request.version) < 0
 
     def give_up_stale(self, bound: Staleness) -> None:
         """Give up what is older than that."""

@@ -55,11 +55,12 @@ def assemble(
     pinned = device is not None and device.type == "cuda"
     flat, following = join(layout, rollouts, compact=compact, pinned=pinned)
     kept = collector_entries(rollouts, flat, mask=mask)
-    lead = tuple(kept["traj_ids"].shape) if shape is None else shape
+    rows_and_steps = tuple(kept["traj_ids"].shape)
+    lead = rows_and_steps if shape is None else shape
 
     def viewed(tensor: torch.Tensor) -> torch.Tensor:
         # Each operation takes long in a process that sleeps between two batches.
-        return tensor if shape is None else tensor.view(*lead, *tensor.shape[2:])
+        return tensor if lead == rows_and_steps else tensor.view(*lead, *tensor.shape[2:])
 
     root = {leaf.key: viewed(flat[leaf.key]) for leaf in layout.root}
     after = {key: viewed(tensor) for key, tensor in following.items()}

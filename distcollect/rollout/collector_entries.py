@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from distcollect.rollout.header import Rollout
@@ -23,13 +24,13 @@ def collector_entries(
     num_frames = sum(rollout.header.num_frames for rollout in rollouts)
     if num_frames < traj_ids.numel() and not mask:
         raise ValueError("a rollout is padded, so its batch needs a mask")
-    worker_ids = torch.tensor([rollout.header.worker_id for rollout in rollouts])
-    frames_each = traj_ids.numel() // len(rollouts)
+    ids = [rollout.header.worker_id for rollout in rollouts]
+    worker_ids = np.repeat(ids, traj_ids.numel() // len(ids)).reshape(traj_ids.shape)
     collector = {
         "traj_ids": traj_ids,
         "policy_version": flat[POLICY_VERSION],
         "faulted": flat[FAULTED],
-        "worker_id": worker_ids.repeat_interleave(frames_each).view(traj_ids.shape),
+        "worker_id": torch.from_numpy(worker_ids),
     }
     if mask:
         collector[MASK[-1]] = traj_ids >= 0

@@ -63,9 +63,9 @@ def join(
             continue
         root = flat[leaf.key]
         after = tensor_cache.empty(tuple(root.shape), root.dtype, pinned=pinned)
-        after[:, :-1] = root[:, 1:]
         last = len(layout.per_frame) + index
-        after[:, -1] = torch.cat(parts[last]).flatten(0, 1) if taken is None else taken[last]
+        tail = torch.cat(parts[last]).flatten(0, 1) if taken is None else taken[last]
+        torch.cat([root[:, 1:], tail.unsqueeze(1)], 1, out=after)
         if finals:
             indexable(after.view(rows * steps, *leaf.shape))[final_at] = indexable(finals[index])
         following[leaf.key] = after

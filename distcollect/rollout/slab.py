@@ -44,7 +44,7 @@ class RolloutMemory:
         if layout.is_loose or shared is False:
             self.wire_form = WireForm.PACKED
         self._wire = wire_layout(layout, num_steps, self.wire_form)
-        self._memory, self._stand_ins = self._wire.allocate()
+        self._memory, self._shared = self._wire.allocate()
         tensors = self._wire.leaves(self._memory)
         per_frame = layout.per_frame
         self.columns = {leaf.key: t for leaf, t in zip(per_frame, tensors, strict=False)}
@@ -98,14 +98,14 @@ class RolloutMemory:
         """The rollout as it travels; this slab's memory, so valid until it is used again.
 
         Args:
-            mapped: the receiver can map shared memory. Then a shared slab gives
-                :class:`~distcollect.common.shared_memory.SharedTensor` in place of all tensors but
+            mapped: the receiver can map shared memory. Then a shared slab gives one
+                :class:`~distcollect.common.shared_memory.SharedTensors` in place of all tensors but
                 the first.
         """
         packed, *large = self._memory
         if self._final_at:
             packed = self._wire.with_final(packed, self._final_at, self._final.values())
-        return [packed, *(self._stand_ins if mapped and self._stand_ins else large)]
+        return [packed, *([self._shared] if mapped and self._shared else large)]
 
     def _pad_row(self, row: int, length: int, version: int) -> None:
         """Turn the frames of a row from ``length`` on into padding.

@@ -8,7 +8,9 @@ A worker's :class:`~distcollect.rollout.slab.Slab` allocates these tensors and w
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+import pickle
 from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import Any, NamedTuple, TypeVar
@@ -17,7 +19,7 @@ import numpy as np
 import torch
 
 from distcollect.common import tensor_cache
-from distcollect.common.shared_memory import SharedTensor, allocate
+from distcollect.common.shared_memory import SharedTensor, SharedTensors, allocate
 from distcollect.rollout.layout import Layout, Tensors
 
 V = TypeVar("V")
@@ -83,24 +85,26 @@ class WireLayout:
             self._places.append(_Place(shape, dtype, _strides(shape), size, start))
             self.packed_bytes += _aligned(size) * is_packed
 
-    def allocate(self) -> tuple[Tensors, list[SharedTensor]]:
+    def allocate(self) -> tuple[Tensors, SharedTensors | None]:
         """New memory for a rollout.
 
         Returns:
-            The tensors that travel; and with the form MAPPED, a stand-in for each but the first,
-            by which a trainer on the same host finds it.
+            The tensors that travel; and with the form MAPPED, what stands for all but the first,
+            by which a trainer on the same host finds them.
         """
         large = [place for place in self._places if place.start is None]
         packed = torch.zeros(self.packed_bytes, dtype=torch.uint8)
         if self.form is not WireForm.MAPPED:
-            return [packed, *(tensor_cache.empty(each.shape, each.dtype) for each in large)], []
-        memory, segment = allocate(sum(_aligned(each.size) for each in large))
-        stand_ins: list[SharedTensor] = []
-        offset = 0
-        for shape, dtype, _, size, _ in large:
-            stand_ins.append(SharedTensor(segment, offset, shape, dtype))
-            offset += _aligned(size)
-        return [packed, *(stand_in.within(memory) for stand_in in stand_ins)], stand_ins
+            return [packed, *(tensor_cache.empty(each.shape, each.dtype) for each in large)], None
+        *starts, end = itertools.accumulate((_aligned(each.size) for each in large), initial=0)
+        memory, segment = allocate(end)
+        places = [
+            SharedTensor(segment, start, each.shape, each.dtype)
+            for each, start in zip(large, starts, strict=True)
+        ]
+        num_bytes = sum(each.size for each in large)
+        shared = SharedTensors(segment.name, num_bytes, pickle.dumps(places))
+        return [packed, *(place.within(memory) for place in places)], shared
 
     def leaves(self, wire: Tensors) -> Tensors:
         """One tensor for each leaf, sharing the memory of ``wire``."""

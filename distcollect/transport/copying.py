@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 
 from distcollect.common import tensor_cache
 from distcollect.common.memory_segment import Segment
-from distcollect.common.shared_memory import SharedTensor, map_segment
+from distcollect.common.shared_memory import SharedTensor, SharedTensors, map_segment
 from distcollect.common.threads import SerialThread
 from distcollect.transport.pending_answers import peer_is_gone
 from distcollect.transport.protocol import Deliver
@@ -22,8 +23,7 @@ class PeerMemory:
     """The memory of a peer on this host, which can be mapped here."""
 
     def __init__(self) -> None:
-        self._mapped: dict[str, torch.Tensor] = {}  # by the segment's name
-        self._views: dict[tuple[str, int], torch.Tensor] = {}  # also by the offset
+        self._views: dict[str, list[torch.Tensor]] = {}  # by the name of the memory
 
     @classmethod
     def of(cls, sample: Segment | None) -> PeerMemory | None:
@@ -36,20 +36,17 @@ class PeerMemory:
             return None
         return cls()
 
-    def view(self, tensor: SharedTensor) -> torch.Tensor:
-        """Return a tensor that lies there; a worker gives the same ones again and again.
+    def views(self, shared: SharedTensors) -> list[torch.Tensor]:
+        """Return the tensors that lie there; a worker gives the same ones again and again.
 
         Raises:
             OSError: the peer has ended, before any of that memory was mapped.
         """
-        segment, offset, _, _ = tensor
-        view = self._views.get((segment.name, offset))
-        if view is None:
-            if segment.name not in self._mapped:
-                self._mapped[segment.name] = map_segment(segment)
-            view = tensor.within(self._mapped[segment.name])
-            self._views[segment.name, offset] = view
-        return view
+        if shared.name not in self._views:
+            places: list[SharedTensor] = pickle.loads(shared.places)
+            memory = map_segment(places[0].segment)
+            self._views[shared.name] = [place.within(memory) for place in places]
+        return self._views[shared.name]
 
 
 class Copier:
@@ -66,30 +63,28 @@ class Copier:
         Args:
             peer: its worker.
             memory: the worker's; None: nothing of the rollout lies there.
-            sent: tensors, and SharedTensors where they are to be copied.
+            sent: tensors; the last may be SharedTensors that are to be copied.
             deliver: gets the tensors.
         """
-        tensors, places, num_bytes = [*sent], [], 0
+        *own, shared = sent
+        if memory is None or not isinstance(shared, SharedTensors):
+            deliver([*sent], None)
+            return
         try:
-            for at, each in enumerate(sent):
-                if memory is not None and isinstance(each, SharedTensor):
-                    tensors[at] = memory.view(each)
-                    places.append(at)
-                    num_bytes += tensors[at].nbytes
+            views = memory.views(shared)
         except OSError as cause:
             deliver(None, peer_is_gone(peer, cause))
             return
 
         def copy_all() -> None:
             try:
-                for at in places:
-                    tensors[at] = tensor_cache.copy_of(tensors[at])
+                tensors = [*own, *map(tensor_cache.copy_of, views)]
             except Exception as cause:  # noqa: BLE001 - raised where the rollout is waited for
                 deliver(None, cause)
             else:
                 deliver(tensors, None)
 
-        if num_bytes > _COPIED_AT_ONCE_BYTES:
+        if shared.nbytes > _COPIED_AT_ONCE_BYTES:
             self._thread.put(copy_all)
         else:
             copy_all()

@@ -19,6 +19,13 @@ from helpers.work import TensorOperations, Work, work_of
 from torch import nn
 
 import distcollect as dc
+from distcollect.pool.policy_lag import count_lags
+from distcollect.rollout.assemble import assemble
+from distcollect.rollout.header import Header, Rollout
+from distcollect.rollout.layout import Layout
+from distcollect.rollout.slabs import new_slab
+from distcollect.rollout.spaces import Leaf
+from distcollect.transport.copying import Copier, PeerMemory
 
 _PINS = (Path(__file__).parents[2] / "constraints" / "tested.txt").read_text().splitlines()
 _DIFFERENT = [
@@ -146,3 +153,27 @@ def test_a_batch_and_a_push(threads: str, expected: Work) -> None:
         expected,
         THREADS_TOLERANCE,
     )
+
+
+@pytest.mark.parametrize("num_envs", [1, 16])
+def test_a_rollout_in_shared_memory_becomes_a_batch(num_envs: int) -> None:
+    """A worker on the trainer's host: one copy of each leaf, and what is rebuilt."""
+    observation = Leaf(("observation",), (4,), torch.float32)
+    layout = Layout((num_envs,), (observation,), (Leaf(("action",), (), torch.int64),))
+    slab = new_slab(layout, T, shared=True)
+    slab.traj_ids.fill(0)
+    num_frames = num_envs * T
+    header = Header(0, 0, 0, num_frames, T, num_frames, (0, 0), wire_form=slab.wire_form)
+    memory, copied = PeerMemory(), []
+
+    def assembled() -> None:
+        Copier().deliver(0, memory, slab.tensors(), lambda tensors, _: copied.append(tensors))
+        rollouts = [Rollout(header, copied.pop())]
+        batch = assemble(layout, rollouts, shape=(num_envs, T))
+        count_lags(batch, rollouts, lambda *_: 0, lambda _: 0)
+
+    assembled()  # maps the memory
+    with TensorOperations() as counted:
+        assembled()
+    assert counted.count == 22
+    check(work_of(assembled), Work(67, 65, 1991), TOLERANCE)

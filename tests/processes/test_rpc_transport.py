@@ -17,7 +17,7 @@ from helpers.waiting import eventually
 
 import distcollect as dc
 from distcollect.common import tensor_cache
-from distcollect.common.shared_memory import SharedTensor, allocate, sample_of_memory
+from distcollect.common.shared_memory import SharedTensor, SharedTensors, allocate, sample_of_memory
 from distcollect.net.messages import PeerAddress
 from distcollect.rollout.header import Header
 from distcollect.transport.protocol import NUM_SLABS, CollectRequest
@@ -179,10 +179,11 @@ class Sharing(Service):
         super().__init__()
         self.memory, self.segment = allocate(1 << 20)
 
-    def collect(self, request: CollectRequest) -> tuple[Header, list[SharedTensor]]:
+    def collect(self, request: CollectRequest) -> tuple[Header, list[SharedTensors]]:
         assert request.shared
         header = Header(WORKER_ID, 0, 0, 1, 1, 1 << 20, (0, 0))
-        return header, [SharedTensor(self.segment, 0, (1 << 20,), torch.uint8)]
+        places = pickle.dumps([SharedTensor(self.segment, 0, (1 << 20,), torch.uint8)])
+        return header, [SharedTensors(self.segment.name, 1 << 20, places)]
 
 
 def test_whatever_fails_while_a_rollout_is_copied_is_raised_where_it_is_waited_for(
