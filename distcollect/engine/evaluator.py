@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
-import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import torch
 
-from distcollect.common import gpus
+from distcollect.common.random_state import random_state_restored
 from distcollect.common.seeding import Stream, env_seed, policy_seed, shares
 from distcollect.common.step_counter import StepCounter
 from distcollect.engine.base import EngineBase
@@ -111,7 +109,7 @@ class Evaluator:
     def _episodes(
         self, request: EvaluationRequest, exploration: Exploration, is_over: Callable[[], bool]
     ) -> list[tuple[float, int, list[float]]]:
-        with _random_state_restored():
+        with random_state_restored():
             engine = self._engine(exploration)
             seed = request.seed
             if seed is None:
@@ -196,16 +194,3 @@ def _seed(engine: EngineBase, seed: int, num_starts: int) -> None:
     rows = range(num_starts * num_envs, (num_starts + 1) * num_envs)
     policy_seeds = [policy_seed(seed, row, Stream.EVALUATION) for row in rows]
     engine.seed([env_seed(seed, row, Stream.EVALUATION) for row in rows], policy_seeds)
-
-
-@contextlib.contextmanager
-def _random_state_restored() -> Iterator[None]:
-    """Restore the global generators, so that evaluating does not change a collection."""
-    numpy_state = np.random.get_state()  # noqa: NPY002 - for envs that still use it
-    python_state = random.getstate()
-    try:
-        with torch.random.fork_rng(devices=gpus.in_use()):
-            yield
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)  # noqa: NPY002

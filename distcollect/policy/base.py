@@ -14,6 +14,7 @@ from tensordict.nn import InteractionType
 from torch import nn
 from torch.distributions import Distribution, Independent, TransformedDistribution
 
+from distcollect.common.random_state import random_state_restored
 from distcollect.errors import ArgumentError, PolicyError
 from distcollect.policy.noise import NoiseProcess
 from distcollect.policy.recurrent import PolicyState
@@ -205,6 +206,9 @@ class Policy(ABC):
         return torch.no_grad()
 
     def try_out(self) -> Sequence[np.ndarray]:
-        """Call the policy for the first time, to learn which extras it returns; its action."""
-        with self.exploring():
+        """Call the policy for the first time, to learn which extras it returns; its action.
+
+        The global random generators stay as they are, as users seed them before.
+        """
+        with random_state_restored(), self.exploring():
             return self()[0]

@@ -13,6 +13,7 @@ import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModuleBase
 
+from distcollect.common.random_state import random_state_restored
 from distcollect.errors import PolicyError
 from distcollect.policy.calling import Tensors, parameters_of
 from distcollect.policy.columns import to_tensor
@@ -180,7 +181,7 @@ def _zero_state(
     first = {IS_INIT.key: torch.ones(len(some), 1, dtype=torch.bool), **inputs}
     td = TensorDict(nested(first), batch_size=[len(some)], device=some.device)
     try:
-        with context:
+        with random_state_restored(), context:
             written = policy(td)
         state = {key: written["next"][key] for key in carried}
         state |= {key: written[key] for key in at_root if key in written.keys(True, True)}

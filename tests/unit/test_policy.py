@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ from helpers.policy_binding import Module, N, bind, call, pick
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import (
     TensorDictModule,
+    TensorDictModuleBase,
     TensorDictSequential,
 )
 from torch import nn
@@ -211,3 +213,34 @@ def test_extras_of_another_width_are_converted() -> None:
         batch = collector.next()
     assert batch["note"].dtype is torch.float32
     assert (batch["note"][:, 1:] == 0.5).all()
+
+
+class DrawsOfAllKinds(TensorDictModuleBase):
+    """Draws from the global generators of torch, NumPy and Python, also without a state."""
+
+    in_keys = ("observation", "hidden")
+    out_keys = ("action", "draws", ("next", "hidden"))
+
+    def forward(self, td: TensorDictBase) -> TensorDictBase:
+        draws = [torch.rand(()).item(), np.random.rand(), random.random()]  # noqa: NPY002
+        td["action"] = torch.zeros(len(td), dtype=torch.int64)
+        td["draws"] = torch.tensor(draws, dtype=torch.float64).expand(len(td), 3)
+        td["next", "hidden"] = torch.zeros(len(td), 1)
+        return td
+
+
+def seed_all() -> None:
+    torch.manual_seed(0)
+    np.random.seed(0)  # noqa: NPY002
+    random.seed(0)
+
+
+def test_trying_the_policy_leaves_the_users_generators_as_they_are() -> None:
+    """So a script that seeds them first sees the same actions as in a loop of its own."""
+    policy = DrawsOfAllKinds()
+    seed_all()
+    with dc.SyncDataCollector("CartPole-v1", policy, frames_per_batch=3) as collector:
+        drawn = collector.next()["draws"]
+    seed_all()
+    for row in drawn:
+        assert row.tolist() == [torch.rand(()).item(), np.random.rand(), random.random()]  # noqa: NPY002

@@ -19,6 +19,7 @@ from torchrl.envs import InitTracker
 from torchrl.modules.tensordict_module.exploration import set_exploration_modules_spec_from_env
 
 from distcollect.common import gpus
+from distcollect.common.random_state import random_state_restored
 from distcollect.errors import PolicyError
 from distcollect.integrations.torchrl.envs import TorchRLEnvs
 from distcollect.policy.base import Exploration
@@ -155,7 +156,7 @@ class TensorDictPolicy:
     def try_out(self, td: TensorDictBase) -> TensorDictBase:
         """Call the policy for the first time, with a copy of ``td``.
 
-        Torch's generators stay as they are.
+        The global random generators stay as they are.
 
         Returns:
             The copy, with the outputs.
@@ -165,7 +166,7 @@ class TensorDictPolicy:
                 exploration type asks for.
         """
         copied = td.clone()
-        with torch.random.fork_rng(devices=gpus.in_use()), self.exploring():
+        with random_state_restored(), self.exploring():
             self(copied)
         if self._exploration in (Exploration.MEAN, Exploration.MEDIAN):
             # Distributions of whole numbers have a mean of NaN, which an env may take as an action.
