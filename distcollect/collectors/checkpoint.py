@@ -104,6 +104,7 @@ class Checkpoint:
                 KeyboardInterrupt; pressed again meanwhile, it raises that without saving.
             parts: what to save, by name: objects with ``state_dict`` and ``load_state_dict``, or
                 dicts of plain Python values and tensors, such as ``progress={"updates": 0}``.
+                Loading fills the tensors that are in a dict, if they have the saved shape and dtype.
 
         Raises:
             ArgumentError, ArgumentTypeError: there is nothing to save, a part lacks one of these
@@ -177,8 +178,9 @@ class Checkpoint:
             )
         for name, part in self._parts.items():
             if isinstance(part, dict):
+                state = {key: _in_place(part.get(key), it) for key, it in states[name].items()}
                 part.clear()
-                part.update(states[name])
+                part.update(state)
                 continue
             try:
                 part.load_state_dict(states[name])
@@ -340,6 +342,18 @@ def _read(path: Path) -> dict[str, Any]:
             "distcollect that wrote it, or another path"
         )
     return saved
+
+
+def _in_place(present: Any, saved: Any) -> Any:
+    """What a dict has after loading: its present tensor with the saved values, if they fit it.
+
+    Others may hold that tensor, such as an optimizer.
+    """
+    both = isinstance(present, torch.Tensor) and isinstance(saved, torch.Tensor)
+    if not both or (present.shape, present.dtype) != (saved.shape, saved.dtype):
+        return saved
+    with torch.no_grad():
+        return present.copy_(saved)
 
 
 def _link(path: Path, other: Path) -> None:

@@ -75,6 +75,20 @@ def test_every_file_can_be_loaded_again(tmp_path: Path) -> None:
     assert counter.state == 1
 
 
+def test_tensors_in_a_dict_are_loaded_in_place(tmp_path: Path) -> None:
+    """An optimizer may have them; those that have another shape or dtype are replaced."""
+    saved = {"alpha": nn.Parameter(torch.ones(1)), "mean": torch.ones(3), "new": torch.ones(1)}
+    dc.Checkpoint(tmp_path / "c.pt", part=saved).save()
+    alpha, mean = nn.Parameter(torch.zeros(1)), torch.zeros(2)
+    part = {"mean": mean, "alpha": alpha, "gone": 1}
+    assert dc.Checkpoint(tmp_path / "c.pt", part=part).load()
+    assert part["alpha"] is alpha
+    assert (alpha.item(), mean.tolist()) == (1.0, [0.0, 0.0])
+    assert alpha.requires_grad
+    assert list(part) == ["alpha", "mean", "new"]
+    assert torch.equal(part["mean"], torch.ones(3))
+
+
 class Echo(gym.Env[Any, Any]):
     """One step long; its return is the action."""
 
