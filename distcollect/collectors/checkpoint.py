@@ -104,7 +104,7 @@ class Checkpoint:
                 KeyboardInterrupt; pressed again meanwhile, it raises that without saving.
             parts: what to save, by name: objects with ``state_dict`` and ``load_state_dict``, or
                 dicts of plain Python values and tensors, such as ``progress={"updates": 0}``.
-                Loading fills the tensors that are in a dict, if they have the saved shape and dtype.
+                Loading fills a dict's tensors, if they have the saved shape and dtype.
 
         Raises:
             ArgumentError, ArgumentTypeError: there is nothing to save, a part lacks one of these
