@@ -93,7 +93,8 @@ class Checkpoint:
         Args:
             path: a file; None: ``checkpoint.pt``, under ``distcollect submit`` in the run folder,
                 otherwise in the working folder.
-            every_s: seconds between two saves.
+            every_s: seconds between two saves; after a collector's last batch, :meth:`step` saves
+                at once.
             keep_last: how many files to keep. The older ones have a number at the end of their
                 name: ``checkpoint-12.pt``; the highest number is the newest.
             best: "return", or the name of a metric of ``Monitor(metrics=...)``: the save with the
@@ -146,7 +147,9 @@ class Checkpoint:
         self._best_result = _NO_RESULT
         self._judged = None if best is None else collectors[0]  # whose results are compared
         self._parts = parts
+        self._collectors = collectors
         self._saved_at = self._start_checked_at = time.monotonic()
+        self._saved_end = False  # whether all frames were collected when it last saved
         self._file_checked = False  # whether an earlier run's file was loaded, or is known to miss
         signals.watch(self._save_and_exit, ctrl_c=save_on_ctrl_c)
 
@@ -215,6 +218,7 @@ class Checkpoint:
         self._check()
         self._check_start()
         if identity().trainer != 0:
+            self._saved_end = self._is_over()
             self._saved_at = time.monotonic()
             return
         states = {
@@ -244,7 +248,13 @@ class Checkpoint:
         if best_result > self._best_result:
             _link(self.path, self.best_path)
         self._best_result = best_result
+        self._saved_end = self._is_over()
         self._saved_at = time.monotonic()
+
+    def _is_over(self) -> bool:
+        """Return True if the collectors have delivered all their frames."""
+        ends = [-1 < each.total_frames <= each.frames for each in self._collectors]
+        return bool(ends) and all(ends)
 
     def _beside(self, end: str) -> Path:
         return self.path.with_name(f"{self.path.stem}-{end}{self.path.suffix}")
@@ -273,7 +283,9 @@ class Checkpoint:
         return (is_evaluated, value) if math.isfinite(value) else _NO_RESULT
 
     def step(self) -> bool:
-        """Save if it is time, or if an evaluation was the best; if told to end, save and exit.
+        """Save if it is time, after the last batch, or if an evaluation was the best.
+
+        If the process was told to end, save and exit.
 
         Call it once per batch, when the states of all parts belong together: after the optimizer's
         step, and before the new weights are published.
@@ -294,6 +306,7 @@ class Checkpoint:
         is_evaluated, _ = result = self._result()
         is_best = is_evaluated and result > self._best_result
         is_due = is_best or time.monotonic() - self._saved_at >= self._every_s
+        is_due |= self._is_over() and not self._saved_end
         if is_due:
             self.save()
         return is_due and identity().trainer == 0

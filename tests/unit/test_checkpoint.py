@@ -47,6 +47,14 @@ def test_saves_when_it_is_time(tmp_path: Path) -> None:
     assert part.weight.item() == 7.0
 
 
+def test_the_step_after_the_last_batch_saves_once(tmp_path: Path) -> None:
+    collector = dc.SyncDataCollector("CartPole-v1", None, frames_per_batch=4, total_frames=12)
+    with collector:
+        checkpoint = dc.Checkpoint(tmp_path / "c.pt", every_s=1e6, collector=collector)
+        assert [checkpoint.step() for _ in collector] == [False, False, True]
+        assert not checkpoint.step()
+
+
 class Counter:
     """A part whose state is what it is told to be."""
 
