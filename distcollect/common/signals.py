@@ -14,6 +14,7 @@ from __future__ import annotations
 import _thread
 import atexit
 import contextlib
+import inspect
 import logging
 import os
 import queue
@@ -205,7 +206,7 @@ def interrupts_us() -> bool:
         return False
     handlers = [signal.getsignal(number) for number in signal.valid_signals()]
     codes = {getattr(handler, "__code__", None) for handler in handlers}
-    frame: FrameType | None = sys._getframe()  # noqa: SLF001 - the only way to the caller's
+    frame = inspect.currentframe()
     while frame is not None and frame.f_code not in codes:
         frame = frame.f_back
     return frame is not None and not _is_users(frame.f_back)
