@@ -54,10 +54,10 @@ class Figure:
         return f"{self.about}, in {self.unit}" if self.unit in _UNITS else self.about
 
     def values(self, statistics: object) -> dict[str, float]:
-        """The known values, by the label's value; without a label, by ""."""
+        """The known values, and logged NaN, by the label's value; without a label, by ""."""
         read = attrgetter(self.source) if isinstance(self.source, str) else self.source
         found = read(statistics) if self.label else {"": read(statistics)}
-        return {label: value for label, value in found.items() if not math.isnan(value)}
+        return {k: value for k, value in found.items() if not (self.tag and math.isnan(value))}
 
 
 _NAME = re.compile(r"\w[\w./-]*", re.ASCII)

@@ -226,7 +226,7 @@ def test_a_dropped_collector_ends_what_is_told() -> None:
 
 def test_prometheus_reads_each_metric_and_the_page_names_it() -> None:
     workers = {0: WorkerStats(times=WorkerTimes(wait=0.5), metrics={"success": 1.0})}
-    stats = Stats(workers={**workers, 1: WorkerStats()}, logged={"loss": 0.25})
+    stats = Stats(workers={**workers, 1: WorkerStats()}, logged={"loss": 0.25, "bad": math.nan})
     registry = CollectorRegistry()
     registry.register(StatsCollector(lambda: stats))
     families = list(text_string_to_metric_families(generate_latest(registry).decode()))
@@ -239,8 +239,9 @@ def test_prometheus_reads_each_metric_and_the_page_names_it() -> None:
     assert samples["distcollect_worker_share", "wait", "0"] == 0.5
     assert samples["distcollect_trainer_share", "train"] == 0
     assert samples["distcollect_logged", "loss"] == 0.25
+    assert math.isnan(samples.pop(("distcollect_logged", "bad"))), "an alert is to see it"
     # A server keeps one of two that are equal.
-    assert len(samples) == sum(len(family.samples) for family in families)
+    assert len(samples) + 1 == sum(len(family.samples) for family in families)
     assert len({family.name for family in families}) == len(families)
     assert all(family.documentation and family.type in ("counter", "gauge") for family in families)
     assert all(map(math.isfinite, samples.values()))
