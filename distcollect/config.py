@@ -202,7 +202,7 @@ class Inference(_Settings):
             worker that is started for it measures: for each step of all envs, how long the policy
             takes. Where a server can't be used, it is "worker".
         batch_size: the most envs in a forward pass of a server; after ``set_seed`` each pass is
-            padded to so many, so that results repeat. None: all envs of the host.
+            padded to so many, so that results repeat. None: all envs of the run.
         num_threads: of a server on a CPU; None: one for each core of its host that the workers
             leave, at least one. If their envs sleep or wait, give it more.
     """

@@ -60,6 +60,22 @@ class CollectorStateError(DistCollectError, RuntimeError):
     """The collector can't take this call now: it is shut down, or another one is open."""
 
 
+# An inference server has a slot from here on, one for each host.
+FIRST_SERVER = 1 << 20
+
+
+def is_server(worker_id: int) -> bool:
+    """Return True if this slot is an inference server's."""
+    return worker_id >= FIRST_SERVER
+
+
+def slot_name(worker_id: int) -> str:
+    """What is in a slot: "worker 3", or "inference server 0"."""
+    if is_server(worker_id):
+        return f"inference server {worker_id - FIRST_SERVER}"
+    return f"worker {worker_id}"
+
+
 class WorkerError(DistCollectError, RuntimeError):
     """Something failed on a worker.
 
@@ -72,9 +88,10 @@ class WorkerError(DistCollectError, RuntimeError):
     def __init__(
         self, message: str, *, worker_id: int | None = None, remote_traceback: str = ""
     ) -> None:
-        text = message if worker_id is None else f"worker {worker_id}: {message}"
+        name = "worker None" if worker_id is None else slot_name(worker_id)
+        text = message if worker_id is None else f"{name}: {message}"
         if remote_traceback:
-            text += f"\n\nTraceback from worker {worker_id}:\n{remote_traceback.rstrip()}"
+            text += f"\n\nTraceback from {name}:\n{remote_traceback.rstrip()}"
         super().__init__(text)
         self.message = message
         self.worker_id = worker_id

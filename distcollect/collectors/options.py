@@ -528,10 +528,9 @@ class WorkerOptions(CollectorOptions):
         return range(self.num_collecting, self.num_to_start)
 
     @property
-    def servers(self) -> range:
-        """The slots of inference servers."""
-        has_one = self.chosen_inference[0] == "host"
-        return range(self.num_to_start, self.num_to_start + has_one)
+    def has_servers(self) -> bool:
+        """True if workers ask inference servers."""
+        return self.chosen_inference[0] == "host"
 
     @cached_property
     def chosen_inference(self) -> tuple[str, str]:
@@ -611,7 +610,8 @@ class WorkerOptions(CollectorOptions):
             ArgumentError: another argument can't be pickled.
         """
         plans = [self.plan(each, traces=traces) for each in range(self.num_to_start)]
-        return serving.pickled_plans(self, plans) if self.servers else pickling.pickled_plans(plans)
+        pickled = serving.pickled_plans(self, plans) if self.has_servers else None
+        return pickled or pickling.pickled_plans(plans)
 
 
 @dataclass(frozen=True, eq=False)

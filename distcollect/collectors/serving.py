@@ -34,8 +34,7 @@ _WAY_S = 0.15e-3
 
 def check(options: WorkerOptions) -> None:
     """Raise ArgumentError for what an inference server can't do."""
-    weights, placed = options.weight_options, options.placer is not None
-    others_join = current() is not None or placed or options.listen or LISTEN in os.environ
+    weights = options.weight_options
     devices = {devices.policy for devices in options.worker_devices}
     missing = {
         "a policy: without one, actions are random": bool(options.policy or options.factories),
@@ -45,7 +44,6 @@ def check(options: WorkerOptions) -> None:
         "no normalize=": options.normalize is None,
         "reproducible=False: set_seed() repeats with sync=True": not options.reproducible,
         "WeightSync(swap_within_rollouts=True)": weights.swap_within_rollouts,
-        "workers that this process starts, on its own host": options.is_local or not others_join,
     }
     for wanted, is_there in missing.items():
         if not is_there:
@@ -68,7 +66,11 @@ def chosen(options: WorkerOptions) -> tuple[str, str]:
     except ArgumentError as error:
         where, why = "worker", str(error)
     else:
-        where, why = _measured(options)
+        others = (current(), options.placer, options.listen, os.environ.get(LISTEN))
+        if options.is_local or not any(others):
+            where, why = _measured(options)
+        else:  # what is measured here says little of other hosts
+            where, why = "worker", f"inference={inference} needs workers of this host alone"
     choice = f"Inference('auto') chose {where!r}: {why}"
     log.info("%s", choice)
     return where, choice

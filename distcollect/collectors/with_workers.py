@@ -21,7 +21,8 @@ from distcollect.collectors.user_code import without_stop
 from distcollect.common import signals
 from distcollect.common.peer_ids import identity
 from distcollect.common.seeding import Stream, env_seed, next_seed
-from distcollect.errors import BatchTimeout, WorkerError, WorkerLost
+from distcollect.engine.pickled_plan import PickledPlan
+from distcollect.errors import BatchTimeout, WorkerError, WorkerLost, is_server
 from distcollect.policy.weight_layout import published
 from distcollect.pool.background_evaluation import Evaluators
 from distcollect.pool.handover import HandoverReceiver, RolloutReference
@@ -82,16 +83,15 @@ class WithWorkers(Backend):
         self.publishing_outdates = options.sync or options.staleness is not None
         self.updater = options.updater
         self.workers = Workers(
-            options.num_to_start + len(options.servers),
+            options.num_to_start,
             options.fault_limits,
-            # A worker that joins later begins again at the start of the list of makers.
-            lambda worker_id: plans[worker_id % len(plans)],
+            partial(_plan_for, plans, options.num_to_start, options.num_collecting),
             listen=options.listen,
             local=options.is_local,
             placer=options.placer,
             transport=options.transport_name,
             security=options.security,
-            servers=options.servers,
+            has_servers=options.has_servers,
         )
         if options.placer is not None:
             close_first_at_exit()
@@ -137,7 +137,7 @@ class WithWorkers(Backend):
             staleness=options.staleness,
             failure_sink=workers,
             stats_recorder=self._stats_recorder,
-            served_by={w: i.server for w, i in infos if i.server is not None},
+            has_servers=options.has_servers,
         )
         self.publisher = Publisher(
             self.pool,
@@ -194,7 +194,7 @@ class WithWorkers(Backend):
             waits_for_missing=options.fault_limits.missing_share == "replacement",
             preemptive_threshold=options.preemptive_threshold,
             deadline_s=options.batch_deadline_s,
-            reserved=frozenset([*options.evaluating, *options.servers]),
+            reserved=frozenset(options.evaluating),
             in_turn=options.reproducible,
             first_env=identity().trainer * _ENVS_PER_TRAINER,
         )
@@ -216,8 +216,7 @@ class WithWorkers(Backend):
         return sum(map(len, cores.values()))
 
     def _snapshot(self, known: Stats) -> Stats:
-        servers = self._options.servers
-        states = {w: state.value for w, state in self.workers.states.items() if w not in servers}
+        states = {w: state.value for w, state in self.workers.states.items()}
         if known.ended:
             states = dict.fromkeys(states, WorkerState.LEFT.value)
         return self._stats_recorder.snapshot(
@@ -381,6 +380,17 @@ class WithWorkers(Backend):
     def close(self, *, close_envs: bool) -> None:
         super().close(close_envs=close_envs)
         self._stop()
+
+
+def _plan_for(
+    plans: Sequence[PickledPlan], num_first: int, num_collecting: int, worker_id: int
+) -> PickledPlan:
+    """The plan for a slot; ``plans``: of the ``num_first`` first workers, then of servers."""
+    if is_server(worker_id):
+        return plans[-1]
+    # A worker that joins later begins again at the start of the list of makers.
+    joined = worker_id - num_first
+    return plans[worker_id if joined < 0 else joined % num_collecting]
 
 
 def _stats_of(counts: Sequence[Sequence[VersionFrames]]) -> tuple[LagStats, LagStats]:

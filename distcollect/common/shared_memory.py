@@ -14,12 +14,11 @@ import os
 import secrets
 import weakref
 from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from distcollect.common.memory_segment import Segment, memory_file
+from distcollect.common.memory_segment import Segment, memory_file, namespace
 
 log = logging.getLogger(__name__)
 
@@ -100,14 +99,7 @@ def host_of_memory() -> str:
 
     They have one kernel, one user, and see each other's pids: containers on one machine may not.
     """
-    return f"{host_of_pids()} {os.getuid()}"
-
-
-@cache
-def host_of_pids() -> str:
-    """Return a name that is equal for processes that see each other's pids."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    return f"{namespace('pid')} {os.getuid()}"
 
 
 @cache

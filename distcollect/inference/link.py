@@ -94,7 +94,9 @@ class Link:
             except OSError:
                 connected.close()
             else:
-                return connected
+                if protocol.is_same_user(connected):
+                    return connected
+                connected.close()
             # Nothing tells when a process takes the name of the socket.
             self.wait(None, min(deadline, time.monotonic() + _RETRY_S), may_wake=False)
             if time.monotonic() >= deadline:

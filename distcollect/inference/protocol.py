@@ -55,7 +55,7 @@ class Serving:
         timeout_s: how long a worker waits for an answer, while the server may be replaced.
         is_server: the process is the server; else it is served.
         is_trial: it is neither, but measures what a server would gain, see :mod:`.trial`.
-        num_workers: how many workers the server has at most.
+        num_workers: how many workers the run has, on all hosts.
         batch_size: see :class:`~distcollect.Inference`.
         num_threads: see :class:`~distcollect.Inference`.
     """

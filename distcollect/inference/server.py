@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 
 from distcollect.common.clock import clock_ns
 from distcollect.common.step_counter import StepCounter, Task
@@ -134,7 +135,9 @@ class InferenceServer:
         policy: Callable[..., Any],
         weights: LiveWeights,
         counter: StepCounter,
+        *,
         worker_id: int,
+        num_cores: int,
     ) -> None:
         """Take connections from now on; they are answered in :meth:`serve`.
 
@@ -144,12 +147,14 @@ class InferenceServer:
             weights: its weights.
             counter: says what the process does.
             worker_id: the process's slot.
+            num_cores: that it and its workers may keep busy.
 
         Raises:
             OSError: the name of its socket stays in use.
         """
         self._serving, self._policy, self._weights = serving, policy, weights
-        self._counter, self._worker_id = counter, worker_id
+        self._counter, self._worker_id, self._num_cores = counter, worker_id, num_cores
+        self._served: set[int] = set()  # the ids of all workers that have been here
         self._groups: list[_Group] = []
         self._clients: set[_Client] = set()
         # By client and first row, the oldest first.
@@ -266,6 +271,9 @@ class InferenceServer:
             has_is_init, at_root = IS_INIT in state.leaves, tuple(state.at_root)
             served = replace(served, state=state.entries, has_is_init=has_is_init, at_root=at_root)
         client.group, client.num_rows = group, caller.num_rows
+        self._served.add(caller.worker_id)
+        num_free = self._num_cores - len(self._served)
+        torch.set_num_threads(self._serving.num_threads or max(1, num_free))
         client.place = caller.worker_id % (group.most // caller.num_rows) * caller.num_rows
         leaves = (*caller.observation, STREAM, *served.inputs)
         memory, client.inputs = protocol.make_memory(leaves, caller.num_rows)

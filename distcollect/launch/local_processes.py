@@ -22,6 +22,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,6 +39,7 @@ from distcollect.common.step_counter import (
     SharedStepCounter,
     Task,
 )
+from distcollect.errors import is_server
 from distcollect.launch import zygote
 from distcollect.launch.cpu_placement import CpuPlacement, Host
 from distcollect.launch.zygote import Inheritance
@@ -175,6 +177,7 @@ class LocalProcesses:
         self._changed = threading.Condition(self._lock)
         self._running: dict[tuple[int, int], _Running] = {}
         self._closed = threading.Event()
+        self._are_leaving = False
         self._readers: list[threading.Thread] = []  # of what workers print
         self._watchdog: threading.Thread | None = None
         self._owner = Owner()
@@ -255,18 +258,25 @@ class LocalProcesses:
             running.process.send_signal(worker_guard.KILL)
 
     def terminate(self) -> None:
-        """Ask all workers to leave."""
+        """Ask all workers to leave; a server ends after them."""
+        self._are_leaving = True
         with self._lock:
-            for running in self._running.values():
-                running.process.send_signal(signal.SIGTERM)
+            for (worker_id, _), running in self._running.items():
+                if not is_server(worker_id):
+                    running.process.send_signal(signal.SIGTERM)
 
     def close(self, grace_s: float) -> None:
         """Wait up to ``grace_s`` for all to end by themselves, then kill them; reap every one."""
         if not self._owner.is_here:
             return
         self._closed.set()
-        for running in self._still_running(grace_s):
-            log.warning("%s did not end within %g s: killing it", running.boot.name, grace_s)
+
+        def is_awaited(process: tuple[int, int]) -> bool:
+            return not (self._are_leaving and is_server(process[0]))
+
+        for running in self._still_running(grace_s, is_awaited):
+            if grace_s and is_awaited((running.boot.worker_id, 0)):
+                log.warning("%s did not end within %g s: killing it", running.boot.name, grace_s)
             self._kill(running)
         for running in self._still_running(_REAP_TIMEOUT_S):
             log.warning("the guard of %s hangs, or the zygote: killing both", running.boot.name)
@@ -277,10 +287,12 @@ class LocalProcesses:
             reader.join(max(0.0, deadline - time.monotonic()))
         zygote.end_if_unwanted(self)
 
-    def _still_running(self, timeout_s: float) -> list[_Running]:
-        """Wait up to ``timeout_s`` until all have ended; those that have not."""
+    def _still_running(
+        self, timeout_s: float, is_awaited: Callable[[tuple[int, int]], bool] = bool
+    ) -> list[_Running]:
+        """Wait up to ``timeout_s`` until those awaited have ended; all that have not."""
         with self._lock:
-            self._changed.wait_for(lambda: not self._running, timeout_s)
+            self._changed.wait_for(lambda: not any(map(is_awaited, self._running)), timeout_s)
             return list(self._running.values())
 
     def _ended(self, key: tuple[int, int], end: Future[tuple[int, str]]) -> None:

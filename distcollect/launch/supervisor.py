@@ -53,10 +53,10 @@ class _Reporter(ProcessEvents):
         self._connection = connection
 
     def exited(self, worker_id: int, incarnation: int, process_exit: ProcessExit) -> None:
-        self._connection.send(Exited(incarnation, process_exit))
+        self._connection.send(Exited(worker_id, incarnation, process_exit))
 
     def memory_exceeded(self, worker_id: int, incarnation: int, num_bytes: int) -> None:
-        self._connection.send(MemoryExceeded(incarnation, num_bytes))
+        self._connection.send(MemoryExceeded(worker_id, incarnation, num_bytes))
 
 
 def supervise(

@@ -11,8 +11,18 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from distcollect.common import open_files
+from distcollect.common.memory_segment import own_network
+from distcollect.common.process_exit import ProcessExit
 from distcollect.common.waiting import wait_for
-from distcollect.errors import ArgumentError, CollectorStateError, DeadlineError, LaunchError
+from distcollect.errors import (
+    FIRST_SERVER,
+    ArgumentError,
+    CollectorStateError,
+    DeadlineError,
+    LaunchError,
+    is_server,
+    slot_name,
+)
 from distcollect.launch.cpu_placement import Host, choose, may_pin
 from distcollect.launch.local_processes import LocalProcesses, ProcessEvents
 from distcollect.net.messages import (
@@ -112,12 +122,15 @@ class _Supervisor:
     """A supervisor, from its welcome to its end; its processes end with its connection.
 
     Attributes:
-        running: incarnations of the processes that it was to start, and did not report as ended.
+        network: that of its host, see :class:`.SupervisorHello`.
+        running: slots and incarnations of the processes that it was to start, and did not report as
+            ended.
     """
 
     connection: Connection
     rank: int | None
-    running: set[int] = field(default_factory=set)
+    network: str
+    running: set[tuple[int, int]] = field(default_factory=set)
 
 
 class WorkerHosts(JoinServerEvents):
@@ -186,6 +199,8 @@ class WorkerHosts(JoinServerEvents):
         host, pin = Host.inspect(), may_pin(os.environ)
         self._placements = [choose(host, i, num_local, may_pin=pin) for i in range(num_local)]
         self._num_wanted = 0
+        self._has_servers = False
+        self._networks: list[str] = []  # of the hosts that had workers, in the order of their slots
         self._is_in_use = False
         self._events = HostEvents()
         self._supervisors: dict[int, _Supervisor] = {}  # by slot
@@ -251,16 +266,26 @@ class WorkerHosts(JoinServerEvents):
                 )
             self._is_in_use = True
 
-    def attach(self, events: HostEvents, num_workers: int, timeout_s: float) -> None:
+    def attach(
+        self, events: HostEvents, num_workers: int, timeout_s: float, *, has_servers: bool = False
+    ) -> None:
         """Serve one collector: report to ``events``. Wait until its slots can be used.
+
+        Args:
+            events: see above.
+            num_workers: slots, from 0, that are needed.
+            timeout_s: for the ranks of the launch to join.
+            has_servers: open a slot for an inference server on each host that has workers.
 
         Raises:
             DeadlineError: ranks of the launch did not join in time.
         """
         self._num_wanted = num_workers
         self._events = events
+        self._has_servers = has_servers
         if self._num_local:
             self._local = LocalProcesses(events)
+            self._open_server(own_network())
 
         def missing() -> list[int]:
             awaited = range(self._num_local, num_workers)
@@ -279,14 +304,44 @@ class WorkerHosts(JoinServerEvents):
                     "output. Does every rank call distcollect.run(main)? 'distcollect "
                     "doctor' looks at the way between hosts"
                 )
-            further = [w for w in self._supervisors if w >= num_workers and self._is_wanted(w)]
-        for worker_id in further:
+            wanted = {w: each for w, each in self._supervisors.items() if self._is_wanted(w)}
+        for worker_id, supervisor in wanted.items():
+            self._open_server(supervisor.network)
+            if worker_id < num_workers:
+                continue
             events.slot_opened(worker_id)
         if self.placer is not None:
             num_expected = self._num_expected or 0
             self.placer.start(
                 self._trainer, num_expected, lambda: self.supervised, events.slot_given_up
             )
+
+    def _open_server(self, network: str) -> None:
+        """A host has workers: it gets a server."""
+        if self._has_servers:
+            self._events.slot_opened(self._server_of(network))
+
+    def _server_of(self, network: str) -> int:
+        """The slot of a host's server."""
+        with self._lock:
+            if network not in self._networks:
+                self._networks.append(network)
+            return FIRST_SERVER + self._networks.index(network)
+
+    def _supervisor_for(self, worker_id: int) -> _Supervisor | None:
+        """The one that starts processes in a slot; None: this process does, or nobody."""
+        if not is_server(worker_id):
+            return self._supervisors.get(worker_id)
+        if self._is_local(worker_id):
+            return None
+        network = self._networks[worker_id - FIRST_SERVER]
+        return next((s for s in self._supervisors.values() if s.network == network), None)
+
+    def _is_local(self, worker_id: int) -> bool:
+        """Return True if this process starts the processes in a slot that has no supervisor."""
+        if is_server(worker_id):
+            return self._num_local > 0 and worker_id == self._server_of(own_network())
+        return worker_id < self._num_local
 
     def _is_wanted(self, worker_id: int) -> bool:
         """Return True if the collector uses this slot; surplus ranks of the launch are not used."""
@@ -300,22 +355,24 @@ class WorkerHosts(JoinServerEvents):
         """
         worker_id = wanted.worker_id
         with self._lock:
-            supervisor = self._supervisors.get(worker_id)
+            supervisor = self._supervisor_for(worker_id)
             if supervisor is not None:
-                supervisor.running.add(wanted.incarnation)
+                supervisor.running.add((worker_id, wanted.incarnation))
                 supervisor.connection.send(wanted)
                 return
-        if self._local is None or worker_id >= self._num_local:
-            raise LaunchError(f"the supervisor of worker {worker_id} is gone")
+        if self._local is None or not self._is_local(worker_id):
+            raise LaunchError(f"the supervisor of {slot_name(worker_id)} is gone")
         control = self.join_server.connect()
-        self._local.spawn(wanted, self._trainer, self._placements[worker_id], control)
+        # A server leaves its place, to take what its workers leave of the host.
+        placement = self._placements[0 if is_server(worker_id) else worker_id]
+        self._local.spawn(wanted, self._trainer, placement, control)
 
     def kill(self, worker_id: int, incarnation: int) -> None:
         """End a process at once; do nothing if it has ended."""
-        supervisor = self._supervisors.get(worker_id)
-        if supervisor is not None:
-            supervisor.connection.send(Kill(worker_id, incarnation))
-        elif self._local is not None:
+        for supervisor in list(self._supervisors.values()):
+            if (worker_id, incarnation) in supervisor.running:
+                supervisor.connection.send(Kill(worker_id, incarnation))
+        if self._local is not None:
             self._local.kill(worker_id, incarnation)
 
     def end_processes(self, grace_s: float) -> None:
@@ -325,9 +382,10 @@ class WorkerHosts(JoinServerEvents):
         with self._lock:
             if self._await_ends(grace_s):
                 return
-            for worker_id, supervisor in self._supervisors.items():
-                for incarnation in supervisor.running:
-                    log.warning("worker %d did not end within %g s: killing it", worker_id, grace_s)
+            for supervisor in self._supervisors.values():
+                for worker_id, incarnation in supervisor.running:
+                    name = slot_name(worker_id)
+                    log.warning("%s did not end within %g s: killing it", name, grace_s)
                     self.kill(worker_id, incarnation)
             self._await_ends(grace_s)
 
@@ -339,6 +397,7 @@ class WorkerHosts(JoinServerEvents):
     def detach(self) -> None:
         """The collector is closed, another one may come; without a launch the supervisors end."""
         self._events = HostEvents()
+        self._has_servers = False
         self._local = None
         with self._lock:
             for supervisor in self._supervisors.values():
@@ -387,14 +446,17 @@ class WorkerHosts(JoinServerEvents):
         with self._lock:
             worker_id = self._slot_for(rank)
             connection.send(SupervisorWelcome(worker_id))
-            reconnected = worker_id in self._supervisors
-            self._supervisors[worker_id] = _Supervisor(connection, rank)
+            before = self._supervisors.get(worker_id)
+            network = connection.hello.network
+            self._supervisors[worker_id] = _Supervisor(connection, rank, network)
             if rank:
                 self._seen.add(worker_id)
             self._changed.notify_all()
+        # Its processes ended with its old connection, which still seems open.
+        if before is not None:
+            self._is_gone(worker_id, before)
         if self._is_wanted(worker_id):
-            if reconnected:  # its processes ended with its old connection, which still seems open
-                self._events.slot_closed(worker_id)
+            self._open_server(network)
             self._events.slot_opened(worker_id)
         return None
 
@@ -418,13 +480,14 @@ class WorkerHosts(JoinServerEvents):
         if worker_id is None:
             return
         if isinstance(message, MemoryExceeded):
-            self._events.memory_exceeded(worker_id, message.incarnation, message.num_bytes)
+            self._events.memory_exceeded(message.worker_id, message.incarnation, message.num_bytes)
         elif isinstance(message, Exited):
             # Reported before it is removed: end_processes() returns when the last one is removed,
             # and what was reported by then is accounted for.
-            self._events.exited(worker_id, message.incarnation, message.exit)
+            key = message.worker_id, message.incarnation
+            self._events.exited(*key, message.exit)
             with self._lock:
-                self._supervisors[worker_id].running.discard(message.incarnation)
+                self._supervisors[worker_id].running.discard(key)
                 self._changed.notify_all()
 
     def closed(self, connection: Connection) -> None:
@@ -435,9 +498,22 @@ class WorkerHosts(JoinServerEvents):
             worker_id = self._slot_of(connection)
             if worker_id is None:
                 return
-            del self._supervisors[worker_id]
+            supervisor = self._supervisors.pop(worker_id)
             self._changed.notify_all()
-        self._events.slot_closed(worker_id)
+        self._is_gone(worker_id, supervisor)
+
+    def _is_gone(self, worker_id: int, supervisor: _Supervisor) -> None:
+        """A supervisor is gone, and its processes end; another one on its host starts a server."""
+        if self._is_wanted(worker_id):
+            self._events.slot_closed(worker_id)
+        gone = ProcessExit(-1, 0, "the supervisor that started it is gone")
+        for server, incarnation in filter(lambda key: is_server(key[0]), supervisor.running):
+            self._events.exited(server, incarnation, gone)
+        server = self._server_of(supervisor.network)
+        with self._lock:
+            has_starter = self._is_local(server) or self._supervisor_for(server) is not None
+        if self._has_servers and not has_starter:
+            self._events.slot_closed(server)
 
     def _slot_of(self, connection: Connection) -> int | None:
         """The slot of a supervisor; None if it has connected anew already."""

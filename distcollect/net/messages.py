@@ -35,15 +35,15 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from distcollect.common.memory_segment import Segment
+from distcollect.common.memory_segment import Segment, own_network
 from distcollect.common.process_exit import ProcessExit
-from distcollect.errors import LaunchError
+from distcollect.errors import LaunchError, slot_name
 from distcollect.net.framing import with_length
 from distcollect.version import __version__
 
 M = TypeVar("M")
 
-PROTOCOL = 7
+PROTOCOL = 8
 
 # Importing them takes seconds, and a supervisor needs nothing of them but their versions.
 _TORCH, _TENSORDICT = map(importlib.metadata.version, ("torch", "tensordict"))
@@ -104,9 +104,15 @@ class WorkerHello(Hello):
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisorHello(Hello):
-    """A supervisor joins; ``rank`` is its rank in the launch, None outside of a launch."""
+    """A supervisor joins.
+
+    Attributes:
+        rank: its rank in the launch; None outside of a launch.
+        network: equal for the processes that an inference server on its host can serve.
+    """
 
     rank: int | None
+    network: str = field(default_factory=own_network)
 
 
 @dataclass(frozen=True)
@@ -188,7 +194,6 @@ class WorkerSettings:
         start_timeout_s: by then after its start it has to be ready.
         step_timeout_s: its watchdog ends it when no step is finished for so long; None: never.
         max_bytes: its watchdog reports more memory than this; None: never.
-        is_server: it is an inference server.
     """
 
     collector: int = 1
@@ -197,13 +202,11 @@ class WorkerSettings:
     start_timeout_s: float = 0.0
     step_timeout_s: float | None = None
     max_bytes: int | None = None
-    is_server: bool = False
 
 
-def worker_name(worker_id: int, collector: int, *, is_server: bool = False) -> str:
+def worker_name(worker_id: int, collector: int) -> str:
     """Name a worker in the log; a collector that is open alone is not named."""
-    role = "inference server" if is_server else "worker"
-    return f"{role} {worker_id}" + (f" of collector {collector}" if collector > 1 else "")
+    return slot_name(worker_id) + (f" of collector {collector}" if collector > 1 else "")
 
 
 @dataclass(frozen=True)
@@ -233,16 +236,18 @@ class Kill(Message):
 
 @dataclass(frozen=True)
 class Exited(Message):
-    """A process of the supervisor's slot has ended, or could not be started."""
+    """A process that the supervisor was to start has ended, or could not be started."""
 
+    worker_id: int
     incarnation: int
     exit: ProcessExit
 
 
 @dataclass(frozen=True)
 class MemoryExceeded(Message):
-    """A process of the supervisor's slot takes more memory than it may."""
+    """A process of the supervisor takes more memory than it may."""
 
+    worker_id: int
     incarnation: int
     num_bytes: int
 
@@ -301,8 +306,7 @@ class WorkerBoot:
     @property
     def name(self) -> str:
         """Its name in the log."""
-        settings = self.settings
-        return worker_name(self.worker_id, settings.collector, is_server=settings.is_server)
+        return worker_name(self.worker_id, self.settings.collector)
 
 
 def to_bytes(message: Message) -> bytes:

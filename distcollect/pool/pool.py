@@ -21,7 +21,7 @@ from PoolCore on are pure::
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -41,6 +41,7 @@ from distcollect.errors import (
     DistCollectError,
     WorkerError,
     WorkerLost,
+    is_server,
 )
 from distcollect.pool.event_loop import EventLoop
 from distcollect.pool.pool_core import PoolCore
@@ -88,8 +89,8 @@ class Pool(MembershipObserver):
 
     Attributes:
         version: policy_version of the newest publication.
-        served_by: worker_id to the inference server that has its policy.
-        servers: the slots of the inference servers.
+        served_by: worker_id to the inference server that has its policy, of workers that have been
+            there and don't have it themselves.
         on_weights: called with worker_id and version when a worker has joined and when it has
             acknowledged new weights; without the pool's lock.
     """
@@ -103,7 +104,7 @@ class Pool(MembershipObserver):
         failure_sink: FailureSink,
         staleness: Staleness | None = None,
         stats_recorder: StatsRecorder | None = None,
-        served_by: Mapping[int, int] | None = None,
+        has_servers: bool = False,
         wait: Callable[[Wakeup, Callable[[], bool], float], bool] = Wakeup.wait_until,
     ) -> None:
         """Collect what ``plan`` says from the workers that :meth:`join` names.
@@ -115,8 +116,7 @@ class Pool(MembershipObserver):
             failure_sink: is told of workers that failed, or that owe nothing more and may leave.
             staleness: which frames are too old, and what becomes of them.
             stats_recorder: what to count in; None: counts are not kept.
-            served_by: worker_id to the inference server that has its policy; the others have their
-                own.
+            has_servers: the workers that collect have no policies of their own.
             wait: by which the user's threads wait: as :meth:`.Wakeup.wait_until`.
         """
         self.version = 0
@@ -125,8 +125,8 @@ class Pool(MembershipObserver):
         self._plan = plan
         self._failure_sink = failure_sink
         self._stats_recorder = stats_recorder or StatsRecorder()
-        self.served_by = served_by or {}
-        self.servers = frozenset(self.served_by.values())
+        self.served_by: dict[int, int] = {}
+        self._has_servers = has_servers
         self._wait = wait
         self._waiting: list[Wakeup] = []  # of the user's threads
         self._loop = EventLoop(self.fail)
@@ -137,6 +137,7 @@ class Pool(MembershipObserver):
             failure_sink,
             self._stats_recorder,
             acknowledged=self._acknowledged_by,
+            holder=lambda worker_id: self.served_by.get(worker_id, worker_id),
             post=self._loop.post,
             clock=clock_ns,
             deliver=self._deliver,
@@ -155,7 +156,7 @@ class Pool(MembershipObserver):
     def worker_ids(self) -> tuple[int, ...]:
         """The workers' ids in order, with those that are being replaced."""
         with self._loop.reading():
-            return tuple(w for w in self._core.slots.worker_ids if w not in self.servers)
+            return tuple(w for w in self._core.slots.worker_ids if not is_server(w))
 
     @property
     def present(self) -> tuple[int, ...]:
@@ -183,7 +184,21 @@ class Pool(MembershipObserver):
         return {worker_id: self._acknowledged_by(worker_id) for worker_id in self.worker_ids}
 
     def _acknowledged_by(self, worker_id: int) -> int:
-        return self._sender.acknowledged(self.served_by.get(worker_id, worker_id))
+        holder = self.served_by.get(worker_id, worker_id)
+        # A server that has not been seen yet may get newer weights than it starts with.
+        if is_server(holder) and self._core.slots.get(holder) is None:
+            return -1
+        return self._sender.acknowledged(holder)
+
+    def holders(self, worker_ids: Iterable[int]) -> list[int]:
+        """The slots that have the policies of these workers, as far as is known."""
+
+        def has_own(worker_id: int) -> bool:
+            is_reserved = is_server(worker_id) or worker_id in self._plan.reserved
+            return is_reserved or not self._has_servers
+
+        found = (self.served_by.get(w, w if has_own(w) else None) for w in worker_ids)
+        return [*dict.fromkeys(holder for holder in found if holder is not None)]
 
     def _with_served(self, holder: int) -> list[int]:
         """Whose actions are chosen by the policy in a slot: the slot itself, or those it serves."""
@@ -223,19 +238,19 @@ class Pool(MembershipObserver):
 
     # Workers come and go: see :class:`~distcollect.roster.interfaces.MembershipObserver`.
 
-    def join(self, worker_id: int, incarnation: int, peer: int) -> None:
+    def join(self, worker_id: int, incarnation: int, peer: int, server: int | None = None) -> None:
         """A worker is there; it gets the newest weights that its slot is to have."""
         with self._lock:
             if self._core.closed:
                 return
-            server = self.served_by.get(worker_id)
-            is_server = worker_id in self.servers
-            self._stats_recorder.joined(worker_id, incarnation, is_server=is_server)
+            newest, is_of_server = 0, is_server(worker_id)
+            self._stats_recorder.joined(worker_id, incarnation, is_server=is_of_server)
             if server is None:
                 newest = self._sender.welcome(worker_id, peer)
             else:
-                newest = self._core.versions.newest(server)
+                self.served_by[worker_id] = server
             self._loop.post(self._core.worker_joined, worker_id, incarnation, peer, newest)
+            self._refresh_served(worker_id)
         if not newest:  # else it is told when the worker has that version
             self.on_weights(worker_id, 0)
 
@@ -252,10 +267,16 @@ class Pool(MembershipObserver):
             self._loop.post(lost, worker_id, incarnation)
         if worker_id not in self.served_by:
             self._sender.forget(worker_id, replaced=replaced)
+            self._refresh_served(worker_id)
+
+    def _refresh_served(self, holder: int) -> None:
+        """What is known of the weights in a slot has changed: look at those that it serves."""
+        for each in self._with_served(holder):
+            self._loop.post(self._core.acknowledged, each)
 
     def account(self, worker_id: int, incarnation: int, cause: str, stepped: int | None) -> None:
         """Settle the frames of a process that is gone."""
-        if worker_id not in self.servers:  # a server steps none
+        if not is_server(worker_id):  # a server steps none
             self._loop.post(self._core.requests.account, worker_id, incarnation, cause, stepped)
 
     def fail(self, error: BaseException) -> None:
@@ -435,7 +456,7 @@ class Pool(MembershipObserver):
     def _publish(self, flat: torch.Tensor, worker_ids: Sequence[int] | None) -> PushHandle:
         self._check()
         given = self.worker_ids if worker_ids is None else worker_ids
-        selected = tuple(dict.fromkeys(self.served_by.get(w, w) for w in given))
+        selected = self.holders(given)
         self.version += 1
         self._core.published(self.version, [w for h in selected for w in self._with_served(h)])
         # In the event loop, so that versions come to the sender in their order.
@@ -445,8 +466,7 @@ class Pool(MembershipObserver):
         with self._lock:
             if self._core.closed or self._failure is not None:
                 return
-            for each in self._with_served(worker_id):
-                self._loop.post(self._core.acknowledged, each)
+            self._refresh_served(worker_id)
         self.on_weights(worker_id, version)
 
     def _left_out(self, worker_id: int, error: DistCollectError) -> None:

@@ -18,7 +18,7 @@ from math import ceil
 from typing import Any
 
 from distcollect.config import Staleness
-from distcollect.errors import EnvError
+from distcollect.errors import EnvError, is_server, slot_name
 from distcollect.pool.first_failures import FirstFailures
 from distcollect.pool.requests import Requests
 from distcollect.pool.schedulers import (
@@ -73,6 +73,7 @@ class PoolCore:
         clock: Callable[[], int],
         deliver: Callable[[Wanted, Sequence[RolloutRequest]], None],
         wake_user: Callable[[], None],
+        holder: Callable[[int], int] = lambda worker_id: worker_id,
     ) -> None:
         """Start without workers.
 
@@ -88,6 +89,7 @@ class PoolCore:
             deliver: gives the user what it waits for: these requests, in the order of their
                 arrival.
             wake_user: wakes the user's threads: what they wait for may have come.
+            holder: see :class:`~.staleness.SentVersions`.
         """
         self._transport = transport
         self._failure_sink = failure_sink
@@ -97,7 +99,7 @@ class PoolCore:
         self._deliver = deliver
         self._wake_user = wake_user
         self.closed = False
-        self.versions = SentVersions(acknowledged)
+        self.versions = SentVersions(acknowledged, holder)
         self.slots = WorkerSlots(plan.reserved)
         # What is older is not delivered.
         self._bound = None if staleness is None or staleness.mode == "mask" else staleness
@@ -540,7 +542,8 @@ class PoolCore:
         owing = (slot.worker_id for slot in self.slots.line if slot.owes_rollouts)
         late = sorted({*owing}.difference(outdated))
         behind = sorted(slot.worker_id for slot in self._behind if not slot.owes_rollouts)
-        coming = sorted(self.slots.coming)
+        coming = sorted(w for w in self.slots.coming if not is_server(w))
+        servers = [slot_name(w) for w in sorted(self.slots.coming) if is_server(w)]
         parts = []
         if outdated and not late:
             parts.append(
@@ -554,4 +557,6 @@ class PoolCore:
             parts.append(f"other trainers to take {num_kept} rollout(s)")
         if coming:
             parts.append(f"workers {coming} to be replaced")
+        if servers:
+            parts.append(f"{', '.join(servers)} to be replaced")
         return " and for ".join(parts)

@@ -85,7 +85,7 @@ class Publisher:
     def _check_servers(self, selected: Collection[int]) -> None:
         """Raise ArgumentError if a server would get weights for some of its workers only."""
         served_by = self._pool.served_by
-        for server in self._pool.servers:
+        for server in {*served_by.values()}:
             its_workers = {w for w in self._pool.worker_ids if served_by.get(w) == server}
             if its_workers.intersection(selected) and not its_workers.issubset(selected):
                 raise ArgumentError(
@@ -95,7 +95,7 @@ class Publisher:
 
     def _publish(self, source: Weights | None, worker_ids: Sequence[int]) -> PushHandle | None:
         """Publish to these workers, of whom some may have left meanwhile."""
-        holders = dict.fromkeys(self._pool.served_by.get(w, w) for w in worker_ids)
+        holders = self._pool.holders(worker_ids)
         selected = [w for w in holders if not self._updater._skip_update(w)]  # noqa: SLF001 - the name that TorchRL has
         sends = bool(self._layout.entries and selected)
         if source is None and not sends:

@@ -28,12 +28,18 @@ class SentVersions:
 
     Attributes:
         acknowledged: gives the newest version that the process in a slot has acknowledged.
+        holder: gives the slot that has the policy of the worker in a slot: that of its inference
+            server, if it has one.
         generation: grows with each publication.
         newest_of_all: the newest version sent to any slot; 0 if none was.
     """
 
-    def __init__(self, acknowledged: Callable[[int], int] = lambda _: 0) -> None:
-        self.acknowledged = acknowledged
+    def __init__(
+        self,
+        acknowledged: Callable[[int], int] = lambda _: 0,
+        holder: Callable[[int], int] = lambda worker_id: worker_id,
+    ) -> None:
+        self.acknowledged, self.holder = acknowledged, holder
         self.generation = self.newest_of_all = 0
         self._sent: dict[int, list[int]] = {}
 
@@ -46,7 +52,7 @@ class SentVersions:
             ValueError: a newer version was sent to one of them before.
         """
         for worker_id in worker_ids:
-            sent = self._sent.setdefault(worker_id, [])
+            sent = self._sent.setdefault(self.holder(worker_id), [])
             newest = self.newest(worker_id)
             if version < newest:
                 raise ValueError(f"worker {worker_id}: version {version} comes after {newest}")
@@ -58,7 +64,7 @@ class SentVersions:
 
     def newest(self, worker_id: int) -> int:
         """The newest version sent to this slot; 0 if none was."""
-        sent = self._sent.get(worker_id)
+        sent = self._sent.get(self.holder(worker_id))
         return sent[-1] if sent else 0
 
     def is_up_to_date(self, worker_id: int) -> bool:
@@ -67,7 +73,7 @@ class SentVersions:
 
     def lag(self, worker_id: int, version: int) -> int:
         """Return how many versions newer than ``version`` were sent to this slot; at most 4096."""
-        sent = self._sent.get(worker_id)
+        sent = self._sent.get(self.holder(worker_id))
         if not sent or sent[-1] <= version:
             return 0
         return len(sent) - bisect_right(sent, version)

@@ -13,6 +13,7 @@ from enum import Enum
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+from distcollect.errors import is_server
 from distcollect.pool.staleness import StalenessTicket
 from distcollect.rollout.header import Header, Rollout
 from distcollect.rollout.layout import Tensors
@@ -290,7 +291,7 @@ class WorkerSlots:
     def add(self, worker_id: int, incarnation: int, peer: int) -> WorkerSlot:
         """A process has joined."""
         self.coming.discard(worker_id)
-        is_reserved = worker_id in self._reserved
+        is_reserved = self._is_reserved(worker_id)
         slot = WorkerSlot(worker_id, incarnation, peer, is_reserved)
         self._present[worker_id] = slot
         if not is_reserved:
@@ -344,7 +345,10 @@ class WorkerSlots:
     @property
     def num_coming(self) -> int:
         """The number of processes on their way that will collect."""
-        return len(self.coming - self._reserved)
+        return sum(not self._is_reserved(worker_id) for worker_id in self.coming)
+
+    def _is_reserved(self, worker_id: int) -> bool:
+        return is_server(worker_id) or worker_id in self._reserved
 
     @property
     def some_collect_or_will(self) -> bool:

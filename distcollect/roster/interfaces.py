@@ -8,8 +8,15 @@ from typing import Protocol
 class MembershipObserver:
     """Follows which workers are there, as the pool does. All is called on one thread."""
 
-    def join(self, worker_id: int, incarnation: int, peer: int) -> None:
-        """A process is there and has tried out its envs; ``peer`` is its id on the wire."""
+    def join(self, worker_id: int, incarnation: int, peer: int, server: int | None = None) -> None:
+        """A process is there and has tried out its envs.
+
+        Args:
+            worker_id: its slot.
+            incarnation: its number there.
+            peer: its id on the wire.
+            server: the slot of the inference server that has its policy; None: it has its own.
+        """
 
     def leave(self, worker_id: int, incarnation: int) -> None:
         """A worker is to leave: request nothing more, and call ``drained`` once it owes nothing."""

@@ -12,7 +12,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -30,6 +30,8 @@ from distcollect.errors import (
     WorkerError,
     WorkerLost,
     WorkerMismatch,
+    is_server,
+    slot_name,
 )
 from distcollect.launch.worker_hosts import HostEvents, WorkerHosts
 from distcollect.net.messages import (
@@ -92,7 +94,6 @@ class Lifecycle(HostEvents):
         post: Callable[[Callable[[], None]], None],
         end_launch: Callable[[], None],
         collector: int = 1,
-        servers: Collection[int] = (),
     ) -> None:
         """Nothing is started before :meth:`check`.
 
@@ -106,7 +107,6 @@ class Lifecycle(HostEvents):
             post: has the supervision thread call a function.
             end_launch: called when the trainer's ``main()`` is done.
             collector: the number of its collector among those that are open in this process.
-            servers: the slots of inference servers.
         """
         self._hosts = hosts
         self._transport = transport
@@ -117,7 +117,6 @@ class Lifecycle(HostEvents):
         self.post = post
         self._end_launch = end_launch
         self._collector = collector
-        self._servers = servers
         self._plan_sender = PlanSender(transport, post)
         self._membership = Membership(
             faults.silence_timeout_s,
@@ -163,9 +162,13 @@ class Lifecycle(HostEvents):
         # What is wrong with one of the first processes is wrong with the run. It fails once it is
         # known how that one ended.
         return not self._status.is_starting or not any(
-            process.is_over and process.worker_id < self._num_first
+            process.is_over and self._is_first(process.worker_id)
             for process in self.processes.values()
         )
+
+    def _is_first(self, worker_id: int) -> bool:
+        """Return True if the first process in this slot has to become ready."""
+        return worker_id < self._num_first or (is_server(worker_id) and self._num_first > 0)
 
     def _publish(self) -> None:
         with self._status.lock:
@@ -203,7 +206,6 @@ class Lifecycle(HostEvents):
             start_timeout_s=self._faults.start_timeout_s,
             step_timeout_s=self._faults.step_timeout_s,
             max_bytes=self._faults.max_worker_bytes,
-            is_server=worker_id in self._servers,
         )
         try:
             self._hosts.spawn(Spawn(worker_id, incarnation, settings, env))
@@ -299,7 +301,7 @@ class Lifecycle(HostEvents):
             self._status.processes[process.worker_id] = hello.pid, hello.host
         if self._is_observed:
             log.info("%s is ready%s", self._name(process.worker_id), process.where)
-        self._observer.join(process.worker_id, process.incarnation, process.peer)
+        self._observer.join(*process.key, process.peer, info.server)
 
     @posted
     def observe(self, observer: MembershipObserver) -> None:
@@ -313,7 +315,7 @@ class Lifecycle(HostEvents):
         for process in list(self.processes.values()):
             if process.info is not None and not process.is_over:
                 log.info("%s is ready%s", self._name(process.worker_id), process.where)
-                observer.join(process.worker_id, process.incarnation, process.peer)
+                observer.join(*process.key, process.peer, process.info.server)
 
     def report_start(self, elapsed_s: float) -> None:
         """Log which of the first processes are awaited."""
@@ -481,7 +483,7 @@ class Lifecycle(HostEvents):
         self._observer.account(*process.key, "shut_down" if stopping else cause, stepped)
         if stopping:
             return
-        if self._status.is_starting and worker_id < self._num_first:
+        if self._status.is_starting and self._is_first(worker_id):
             self.fail(failure)
             return
         fatal = failure if process.ends_run else self._fatal(worker_id, failure)
@@ -495,10 +497,12 @@ class Lifecycle(HostEvents):
             self.fail(fatal)
 
     def _name(self, worker_id: int) -> str:
-        return worker_name(worker_id, self._collector, is_server=worker_id in self._servers)
+        return worker_name(worker_id, self._collector)
 
     def _outlook(self, worker_id: int) -> str:
         delay_s = self._membership.delay(worker_id, time.monotonic())
+        if self._membership.state(worker_id) in PRESENT:
+            return "it was replaced"
         if self._membership.state(worker_id) is not WorkerState.JOINING:
             if self._hosts.placer is not None and worker_id not in self._given_up:
                 return "it is replaced once Ray has started its actor again"
@@ -509,22 +513,20 @@ class Lifecycle(HostEvents):
     def _fatal(self, worker_id: int, failure: DistCollectError) -> DistCollectError | None:
         """The error by which the run ends, as it can't go on without this worker; None: it can."""
         least = self._faults.min_workers
-        hopeful = self._membership.num_hopeful - len(self._servers)
+        hopeful = self._membership.num_hopeful
         if isinstance(failure, PolicyError):  # all workers have the same policy
             return failure
-        if worker_id in self._servers:  # without one, its workers can do nothing
-            is_lost = self._membership.state(worker_id) in (WorkerState.LOST, WorkerState.LEFT)
-            return failure if is_lost else None
-        if isinstance(failure, EnvError):
-            present = any(state in PRESENT for state in self._membership.states.values())
-            if not (self._faults.max_env_faults and present and hopeful >= least):
-                return failure
+        if is_server(worker_id):  # without one, its workers can do nothing
+            return failure if self._membership.is_given_up(worker_id) else None
+        may_recover = self._faults.max_env_faults and self._status.num_present and hopeful >= least
+        if isinstance(failure, EnvError) and not may_recover:
+            return failure
         if self._hosts.placer is not None:
             hopeful = max(hopeful, self._hosts.num_workers(None) - len(self._given_up))
         if hopeful >= least or (self._hosts.is_elastic and self._hosts.placer is None):
             return None
         deaths = sorted((self._deaths | self._given_up).items())
-        others = [f"worker {w}: {d}" for w, d in deaths if w != worker_id]
+        others = [f"{slot_name(w)}: {d}" for w, d in deaths if w != worker_id]
         before = f"; before that {'; '.join(others)}" if others else ""
         why = self._given_up.get(worker_id) or message_of(failure)
         return WorkerLost(

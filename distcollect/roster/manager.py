@@ -8,7 +8,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
@@ -72,7 +72,7 @@ class Workers:
         placer: PlacerSettings | None = None,
         transport: str = "rpc",
         security: str | None = None,
-        servers: Collection[int] = (),
+        has_servers: bool = False,
     ) -> None:
         """Start the workers, and wait until all have joined and were probed.
 
@@ -85,7 +85,7 @@ class Workers:
             placer: a scheduler that starts them.
             transport: the name of the transport.
             security: see :func:`~distcollect.net.tls.check_security`.
-            servers: the slots of inference servers, among ``num_workers``.
+            has_servers: start an inference server on each host that has workers.
 
         Raises:
             ArgumentError: the launch has fewer workers.
@@ -126,7 +126,6 @@ class Workers:
                 post=self._posted.put,
                 end_launch=self.close,
                 collector=self._number,
-                servers=servers,
             )
             on_error.pop_all()
         self.worker_infos = self._status.worker_infos
@@ -135,7 +134,9 @@ class Workers:
         self.ends = self._status.ends
         self._steps = self._stop_steps()
         try:
-            self._hosts.attach(self._lifecycle, count, faults.start_timeout_s)
+            self._hosts.attach(
+                self._lifecycle, count, faults.start_timeout_s, has_servers=has_servers
+            )
             self._thread.start()
             self._await_start()
         except BaseException:

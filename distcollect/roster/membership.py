@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from distcollect.common.backoff import backoff_s
+from distcollect.errors import is_server
 from distcollect.results import WorkerState
 
 # After a process was ready for this long, it counts as the first start in its slot.
@@ -159,8 +160,8 @@ class Membership:
 
     @property
     def states(self) -> dict[int, WorkerState]:
-        """Return what users see of every slot."""
-        return {worker_id: record.state for worker_id, record in self._records.items()}
+        """Return what users see of every worker's slot."""
+        return {w: record.state for w, record in self._records.items() if not is_server(w)}
 
     def state(self, worker_id: int) -> WorkerState:
         """Return what users see of one slot; LEFT if there is no such slot."""
@@ -175,8 +176,13 @@ class Membership:
     @property
     def num_hopeful(self) -> int:
         """Return how many slots have a worker, or will have one."""
-        gone = (WorkerPhase.LOST, WorkerPhase.LEFT)
-        return sum(record.phase not in gone for record in self._records.values())
+        gone = (WorkerState.LOST, WorkerState.LEFT)
+        return sum(state not in gone for state in self.states.values())
+
+    def is_given_up(self, worker_id: int) -> bool:
+        """Return True if processes could be started in this slot, but too many have ended."""
+        record = self._records[worker_id]
+        return record.phase is WorkerPhase.LOST and record.successor is WorkerPhase.PAUSED
 
     def _process(self, worker_id: int, incarnation: int) -> WorkerRecord | None:
         record = self._records.get(worker_id)

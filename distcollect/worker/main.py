@@ -17,7 +17,7 @@ from distcollect.common.open_files import flush_output
 from distcollect.common.shared_memory import sample_for
 from distcollect.common.step_counter import StepCounter
 from distcollect.common.worker_guard import name_process
-from distcollect.errors import LaunchError
+from distcollect.errors import LaunchError, is_server, slot_name
 from distcollect.net.client import ControlConnection, join
 from distcollect.net.messages import (
     Exit,
@@ -47,7 +47,7 @@ def main(boot: WorkerBoot) -> None:
         # Proxies of a multiprocessing.Manager, for example, prove with it that they may connect.
         multiprocessing.current_process().authkey = bytes.fromhex(boot.authkey)
     _name_worker_in_logs(boot.name)
-    name_process(f"dc-worker-{boot.worker_id}")
+    name_process("dc-" + slot_name(boot.worker_id).replace(" ", "-"))
     counter = StepCounter.inherited(boot.counters_fd)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     # As libgomp reads it: "4,2" has a number for each level of nesting, and it ignores "auto".
@@ -93,7 +93,8 @@ def main(boot: WorkerBoot) -> None:
         signal.signal(signal.SIGTERM, lambda *_: None)  # a second one would wait for this one
         connection.send_soon(Leaving())  # as the handler may interrupt this thread in its sending
 
-    signal.signal(signal.SIGTERM, leave)
+    # A server ends with its workers, which may need it to leave in order.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if is_server(boot.worker_id) else leave)
     _run(worker)
     may_exit.wait()  # listen() ends the process at the latest when the trainer is gone
     flush_output()

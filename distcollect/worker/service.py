@@ -313,7 +313,8 @@ class Worker(WorkerService):
         if plan.device is not None and (module := module_of(plan.policy)) is not None:
             moved(module, plan.device)
         weights = LiveWeights(published(plan.policy, plan.models), plan.exclude)
-        server = InferenceServer(serving, plan.policy, weights, self.counter, self.worker_id)
+        own: Any = {"worker_id": self.worker_id, "num_cores": len(self._host_cores)}
+        server = InferenceServer(serving, plan.policy, weights, self.counter, **own)
         receiver = WeightReceiver(weights, self._address, lambda *_: server.ring())
         self._parts = _ServerParts(receiver, server)
         self._jobs.put(partial(self._serve, server))

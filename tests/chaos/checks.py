@@ -89,11 +89,27 @@ class Seen:
     envs: dict[int, SeenEnv] = field(default_factory=dict)
 
 
+@dataclass
+class SeenServer:
+    """What the batches have shown of an inference server.
+
+    Attributes:
+        first_at: when the first frame whose action it chose was delivered.
+        last_at: when the last one was.
+        clients: tokens of the processes that it served.
+    """
+
+    first_at: float
+    last_at: float = 0.0
+    clients: set[int] = field(default_factory=set)
+
+
 class Checker:
     """Checks batches as they come.
 
     Attributes:
         seen: the processes of this round by token.
+        servers: the inference servers of this round by token.
         frames: number of frames delivered in this round.
         failures: messages of the first failed checks.
     """
@@ -106,6 +122,7 @@ class Checker:
         """Begin a round."""
         self._plan = plan
         self.seen: dict[int, Seen] = {}
+        self.servers: dict[int, SeenServer] = {}
         self._env_of: dict[int, tuple[int, int]] = {}  # by traj_id: the process and its env
         self.frames = 0
 
@@ -151,6 +168,10 @@ class Checker:
         seen = self.seen.setdefault(token, Seen(worker_id, now))
         seen.last_at = now
         demand(seen.worker_id == worker_id, f"{where}: it was {seen}")
+        for server in row.get("server", torch.empty(0)).unique().tolist():
+            serving = self.servers.setdefault(server, SeenServer(now))
+            serving.last_at = now
+            serving.clients.add(token)
         try:
             _check_row(row)
             cuts = (traj_ids.diff().nonzero().flatten() + 1).tolist()

@@ -84,6 +84,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     mode.add_argument("--async", dest="sync", action="store_false", help="else both in turn")
     parser.add_argument("--hosts", action="store_true", help="two more, as namespaces; needs root")
     parser.add_argument("--transport", choices=["rpc", "tcp"], help="tcp: with TLS between hosts")
+    parser.add_argument("--inference", action="store_true", help="by servers, injured too")
     parser.add_argument("--log", type=Path, metavar="FILE", help="where the trainer's log is kept")
     return parser.parse_args(argv)
 
@@ -140,7 +141,11 @@ class _Run:
         address = f"{here}:{_free_port(here)}"
         mode = f"sync, share of missing: {faults.missing_share}" if sync else "async"
         print(f"round {number}: {mode}, {num_envs} envs, T = {plan.num_steps}", flush=True)
-        policy = Marking()
+        servers = None
+        if self._given.inference:
+            servers = self._folder / f"servers-{number}"
+            servers.mkdir()
+        policy = Marking(servers)
         collector = dc.RPCDataCollector(
             Maker(folder, pause_s=0.002),
             policy,
@@ -151,9 +156,10 @@ class _Run:
             faults=faults,
             listen=address,
             transport=self._given.transport,
+            inference=dc.Inference("worker" if servers is None else "host"),
         )
         self._checker.begin(plan)
-        self._injuries.begin(collector, faults, folder, self._joiners, address)
+        self._injuries.begin(collector, faults, folder, self._joiners, address, servers=servers)
         try:
             for host in (0,) if self._hosts is None else _HOSTS:
                 self._joiners.start(host, address)
@@ -196,7 +202,8 @@ class _Run:
         states = collector.worker_states
         present = [worker_id for worker_id, state in states.items() if state in PRESENT]
         selected = None
-        if self._rng.random() < 0.7 and present:
+        # The workers of an inference server get weights together.
+        if self._rng.random() < 0.7 and present and not self._given.inference:
             selected = self._rng.sample(present, self._rng.randint(1, len(present)))
         wait = self._rng.random() < 0.1
         try:
@@ -210,7 +217,7 @@ class _Run:
         assert handle is not None
         if handle.version != version:
             self._checker.fail(f"version {handle.version} was published instead of {version}")
-        owed.update(dict.fromkeys(handle.worker_ids, version))
+        owed.update(dict.fromkeys(present if selected is None else handle.worker_ids, version))
         if wait:
             try:
                 handle.wait(_PUSH_WAIT_S)

@@ -104,10 +104,10 @@ class Record:
         """Count a frame."""
         self._cells[1] += 1
 
-    def introduce(self, context: EnvContext) -> None:
-        """Write which worker the process is."""
+    def introduce(self, worker_id: int, incarnation: int = 0) -> None:
+        """Write which worker the process is; -1: an inference server."""
         joiner = int(os.environ.get(JOINER_VARIABLE, "-1"))
-        self._cells[2:5] = context.worker_id, context.incarnation, joiner
+        self._cells[2:5] = worker_id, incarnation, joiner
 
 
 @functools.cache
@@ -185,15 +185,17 @@ class Maker:
 
     def __call__(self, context: EnvContext) -> Numbered:
         record = _my_record(self.folder)
-        record.introduce(context)
+        record.introduce(context.worker_id, context.incarnation)
         return Numbered(record, self.pause_s)
 
 
 class Marking(nn.Module):
-    """Writes its weights into each frame."""
+    """Writes its weights into each frame, and in an inference server also which process it is."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path | None) -> None:
+        """``folder`` has the files of inference servers; None: there are none."""
         super().__init__()
+        self._folder = folder
         self.mark = nn.Parameter(torch.zeros(1))
         self.ballast = nn.Parameter(torch.zeros(50_000))
 
@@ -201,7 +203,15 @@ class Marking(nn.Module):
         """Choose action 0; write both ends of the weights, which shows pushes that were mixed."""
         n = len(observation)
         ends = torch.stack([self.mark.detach()[0], self.ballast.detach()[-1]])
-        return torch.zeros(n, dtype=torch.int64), {"mark": ends.expand(n, 2)}
+        told = {"mark": ends.expand(n, 2)}
+        if self._folder is not None:
+            record = _my_record(self._folder)
+            record.introduce(-1)
+            if record.order is Order.HANG:
+                record.obey()
+                time.sleep(_FOREVER_S)
+            told["server"] = torch.full((n,), record.token)
+        return torch.zeros(n, dtype=torch.int64), told
 
     def become(self, version: int) -> None:
         """Fill all weights with ``version``."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from helpers.hosts import Hosts
 
 import distcollect as dc
-from chaos.checks import Checker, Seen
+from chaos.checks import Checker
 from chaos.envs import Order, Record
 from chaos.joiners import Joiner, Joiners, pid_of
 from distcollect.roster.membership import PRESENT
@@ -40,7 +40,23 @@ WEIGHTS = {
     "kill supervisor": 1,
 }
 HOST_WEIGHTS = {"unplug": 3, "slow": 1}
+SERVER_WEIGHTS = {
+    "kill server": 4,
+    "stop server": 1,
+    "pause server": 2,
+    "end server": 2,
+    "hang server": 1,
+}
+_SIGNALS = {
+    "stop": signal.SIGSTOP,
+    "pause": signal.SIGSTOP,
+    "leave": signal.SIGTERM,
+    "stop server": signal.SIGSTOP,
+    "pause server": signal.SIGSTOP,
+    "end server": signal.SIGTERM,
+}
 _ORDERS = {
+    "hang server": Order.HANG,
     "raise in step": Order.RAISE_IN_STEP,
     "raise in reset": Order.RAISE_IN_RESET,
     "hang": Order.HANG,
@@ -48,6 +64,7 @@ _ORDERS = {
 }
 # These end the process; it survives the others.
 _FATAL = {"kill", "stop", "hang", "hang with the GIL", "kill supervisor", "leave"}
+_FATAL |= {"kill server", "stop server", "hang server"}
 # The counter of a process survives only if its supervisor does.
 _LAST_WITNESS = {"kill supervisor", *HOST_WEIGHTS}
 
@@ -89,7 +106,14 @@ class Injury:
     @property
     def worker(self) -> str:
         """The worker and incarnation, as text."""
+        if self.is_of_server:
+            return f"process {self.record.token:012x}"
         return f"worker {self.record.worker_id}.{self.record.incarnation}"
+
+    @property
+    def is_of_server(self) -> bool:
+        """Whether an inference server is injured."""
+        return self.kind in SERVER_WEIGHTS
 
     def __str__(self) -> str:
         lasted = f" for {self.lasts_s:.1f} s" if self.lasts_s else ""
@@ -128,11 +152,14 @@ class Injuries:
         folder: Path,
         joiners: Joiners,
         address: str,
+        *,
+        servers: Path | None,
     ) -> None:
-        """Begin a round."""
+        """Begin a round; ``folder`` has the records of workers, ``servers`` those of servers."""
         self._collector = collector
         self._faults = faults
         self._folder = folder
+        self._server_folder = servers
         self._joiners = joiners
         self._address = address
         self._records: dict[int, Record] = {}
@@ -171,6 +198,8 @@ class Injuries:
         for injury in mine:
             # An unplugged host may lose a process and the one that replaces it.
             fatal = injury.kind in _FATAL
+            if injury.is_of_server:  # which costs no frame
+                continue
             deaths[injury.record.worker_id] += 2 if injury.kind in HOST_WEIGHTS else fatal
         return deaths, any(injury.kind in _LAST_WITNESS for injury in mine)
 
@@ -194,7 +223,7 @@ class Injuries:
     def _tick(self, now: float) -> None:
         states = self._collector.worker_states
         for injury in list(self._open):
-            is_gone = states.get(injury.record.worker_id) not in PRESENT
+            is_gone = states.get(injury.record.worker_id) not in PRESENT and not injury.is_of_server
             if is_gone and injury.detected_s is None and not injury.kind.startswith("raise"):
                 injury.detected_s = now - injury.at
             self._follow(injury, now)
@@ -266,6 +295,8 @@ class Injuries:
 
     def _recovered_at(self, injury: Injury) -> float | None:
         """When the replacement's first frame was delivered; None if it was not yet."""
+        if injury.is_of_server:
+            return self._served_again_at(injury)
         candidates = [
             self._checker.seen[record.token].first_at
             for record in self.records()
@@ -284,6 +315,20 @@ class Injuries:
         ]
         return min((at for at in same if at > injury.healed_at), default=None)
 
+    def _served_again_at(self, injury: Injury) -> float | None:
+        """When the first frame of the server after it, or later on of the same, came.
+
+        A server ends with its workers: SIGTERM alone is not for it.
+        """
+        servers = self._checker.servers
+        mine = servers[injury.record.token]
+        if injury.kind in _FATAL:
+            others = (each for token, each in servers.items() if token != injury.record.token)
+            later = (s.first_at for s in others if s.first_at > injury.at)
+            return min(later, default=None)
+        since = injury.at + 1 if injury.kind == "end server" else injury.healed_at
+        return mine.last_at if since is not None and mine.last_at > since else None
+
     def _replaces(self, record: Record, injury: Injury) -> bool:
         if injury.joiner is not None:
             return record.joiner == injury.joiner.number and record.token != injury.record.token
@@ -292,24 +337,39 @@ class Injuries:
         return in_its_place and bool(record.incarnation > mine.incarnation)
 
     def _injure(self, now: float) -> None:
-        victims = self._victims(now)
-        if not victims:
-            return
-        weights = {**WEIGHTS, **(HOST_WEIGHTS if self._hosts is not None else {})}
+        weights = {
+            **WEIGHTS,
+            **(HOST_WEIGHTS if self._hosts is not None else {}),
+            **(SERVER_WEIGHTS if self._server_folder is not None else {}),
+        }
         kind = self._rng.choices([*weights], [*weights.values()])[0]
-        victims = [record for record in victims if self._fits(kind, record)]
+        if kind in SERVER_WEIGHTS:
+            victims = self._servers()
+        else:
+            victims = [record for record in self._victims() if self._fits(kind, record)]
         if not victims:
             return
         record = self._rng.choice(sorted(victims, key=lambda r: (r.worker_id, r.incarnation)))
-        seen = self._checker.seen[record.token]
-        injury = Injury(kind, record, now, begun=kind not in _ORDERS, num_envs=len(seen.envs))
+        seen = self._checker.seen.get(record.token)
+        num_envs = 0 if seen is None else len(seen.envs)
+        injury = Injury(kind, record, now, begun=kind not in _ORDERS, num_envs=num_envs)
         self.done.append(injury)
-        if self._do(injury, seen):
+        if self._do(injury):
             self._open.append(injury)
         else:
             self.done.remove(injury)
 
-    def _victims(self, now: float) -> list[Record]:
+    def _servers(self) -> list[Record]:
+        """The inference servers that work and have no fault."""
+        injured = {injury.record.token for injury in self._open}
+        found = []
+        for token in self._checker.servers.copy():
+            record = Record(self._server_folder / f"{token:012x}")
+            if token not in injured and pid_of(record) is not None:
+                found.append(record)
+        return found
+
+    def _victims(self) -> list[Record]:
         """The processes that work and have no other fault."""
         states = self._collector.worker_states
         busy = {injury.record.worker_id for injury in self._open}
@@ -340,7 +400,7 @@ class Injuries:
     def _joiner_of(self, record: Record) -> Joiner | None:
         return next((j for j in self._joiners.all if j.number == record.joiner), None)
 
-    def _do(self, injury: Injury, seen: Seen) -> bool:
+    def _do(self, injury: Injury) -> bool:
         """Inject the fault; return whether that was possible."""
         record, joiner = injury.record, self._joiner_of(injury.record)
         if injury.kind in _ORDERS:
@@ -354,15 +414,14 @@ class Injuries:
         pid = joiner.pid() if joiner is not None and leaves else pid_of(record)
         if pid is None:
             return False
-        number = {"stop": signal.SIGSTOP, "pause": signal.SIGSTOP, "leave": signal.SIGTERM}
         if joiner is not None and leaves:
             joiner.may_end = True
         try:
             injury.at = time.monotonic()
-            os.kill(pid, number.get(injury.kind, signal.SIGKILL))
+            os.kill(pid, _SIGNALS.get(injury.kind, signal.SIGKILL))
         except ProcessLookupError:
             return False
-        if injury.kind == "pause":
+        if injury.kind.startswith("pause"):
             # Its last message may be a quarter of that time old.
             injury.lasts_s = self._rng.uniform(0.1, 0.5) * self._faults.silence_timeout_s
             injury.heal_at = injury.at + injury.lasts_s

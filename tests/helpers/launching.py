@@ -15,6 +15,7 @@ TRAINERS = SCRIPTS / "train_together.py"
 MENDED = SCRIPTS / "lose_a_worker.py"
 PUSHED = SCRIPTS / "push_to_hosts.py"
 PUSHED_ONCE = SCRIPTS / "push_once_per_host.py"
+SERVED = SCRIPTS / "collect_by_servers.py"
 
 
 def finish(processes, timeout_s=110):
@@ -41,6 +42,22 @@ def end(processes):
         for pipe in (process.stdin, process.stdout, process.stderr):
             if pipe is not None:
                 pipe.close()
+
+
+def told(process, name):
+    """Read its output up to a line of JSON with this name; pytest's timeout is the deadline."""
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if line.startswith(f'{{"{name}"'):
+            return json.loads(line)[name]
+    raise AssertionError("".join(lines))
+
+
+def tell(process, text=""):
+    """Write a line to it."""
+    process.stdin.write(f"{text}\n")
+    process.stdin.flush()
 
 
 _started = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -14,10 +15,13 @@ from helpers.launching import (
     MENDED,
     PUSHED,
     PUSHED_ONCE,
+    SERVED,
     TRAINERS,
     finish,
     slurm_variables,
     start,
+    tell,
+    told,
 )
 from helpers.paths import TESTBED
 
@@ -118,10 +122,13 @@ def test_weights_travel_once_to_each_host(on_host, monkeypatch, transport):
     assert {*range(8)} - {2} <= {*told["acknowledged_with_a_death"]}
 
 
-def tell(process):
-    """Write a line to it."""
-    process.stdin.write("\n")
-    process.stdin.flush()
+def finish_anyway(ranks):
+    """End all of them, of whom some were killed."""
+    for rank in ranks:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            rank.wait(20)
+        rank.kill()
+        rank.communicate()
 
 
 def await_line(process, wanted):
@@ -130,6 +137,44 @@ def await_line(process, wanted):
         if line.strip() == wanted:
             return
     raise AssertionError(f"{wanted!r} never came")
+
+
+@pytest.mark.timeout(400)
+def test_each_host_has_an_inference_server_that_outlives_who_started_it(on_host):
+    """One host has the trainer and a worker, the other two workers."""
+    ranks = [
+        start(on_host(1 + rank // 2, sys.executable, SERVED), **slurm_variables(rank, 2, 2))
+        for rank in range(4)
+    ]
+
+    def kill(host, pid):
+        subprocess.run(on_host(host, "kill", "-9", str(pid)), check=True, timeout=20)
+        tell(ranks[0], "go on")
+        return told(ranks[0], "served")
+
+    try:
+        first = told(ranks[0], "served")
+        assert [place[0] for place, _ in first.values()] == [1, 2, 2]
+        assert all(place[0] == server[0] for place, server in first.values())
+        assert first["1"][1] == first["2"][1]
+        # The server of host 2 dies: the same workers go on with another one.
+        second = kill(2, first["1"][1][2])
+        assert [place for place, _ in second.values()] == [place for place, _ in first.values()]
+        assert second["0"] == first["0"]
+        assert second["1"][1] == second["2"][1] != first["1"][1]
+        # With the supervisor that started it a worker ends; the other one starts a server.
+        third = kill(2, second["1"][1][1])
+        [other] = [w for w in ("1", "2") if second[w][0][1] != second["1"][1][1]]
+        assert third.keys() == {"0", other}
+        assert third["0"] == first["0"]
+        assert third[other][0] == first[other][0]
+        assert third[other][1][:2] == first[other][0][:2]
+        tell(ranks[0])
+        [*_, end] = ranks[0].communicate(timeout=60)[0].splitlines()
+    finally:
+        finish_anyway(ranks)
+    assert json.loads(end)["workers"] == [0, 1, 2]
+    assert set(json.loads(end)["lost"]) <= {"worker_lost", "shut_down"}
 
 
 @pytest.mark.slow  # processes/test_launch.py has two trainers on one host

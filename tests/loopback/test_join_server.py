@@ -52,7 +52,7 @@ def test_joins_and_exchanges_frames(server: JoinServer, events: Recorder, connec
     assert connection.hello.worker_id == 3
     assert connection.hello.pid == os.getpid()
     for size in (0, 10, 200_000):
-        exited = Exited(2, ProcessExit(-9, 7, "x" * size))
+        exited = Exited(0, 2, ProcessExit(-9, 7, "x" * size))
         client.send(exited)
         assert events.next("received") == exited
         connection.send(Refused("y" * size))

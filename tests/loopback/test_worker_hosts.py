@@ -9,7 +9,7 @@ import pytest
 
 from distcollect.common import waiting
 from distcollect.common.process_exit import ProcessExit
-from distcollect.errors import CollectorStateError, DeadlineError, LaunchError
+from distcollect.errors import FIRST_SERVER, CollectorStateError, DeadlineError, LaunchError
 from distcollect.launch.open_hosts import open_hosts, set_launched
 from distcollect.launch.rendezvous import listen_address
 from distcollect.launch.worker_hosts import HostEvents, WorkerHosts
@@ -29,8 +29,8 @@ from distcollect.net.messages import (
 class Connection:
     """A supervisor's, as the join server passes it on."""
 
-    def __init__(self, rank: int | None) -> None:
-        self.hello = SupervisorHello(rank=rank)
+    def __init__(self, rank: int | None, network: str = "here") -> None:
+        self.hello = SupervisorHello(rank=rank, network=network)
         self.sent: list[Message] = []
 
     def send(self, message: Message) -> None:
@@ -62,7 +62,7 @@ def test_processes_end_with_their_supervisors_connection(
     if seen_first == "the return":
         hosts.closed(first)  # type: ignore[arg-type]
     hosts.spawn(Spawn(0, 1, WorkerSettings(), {}))
-    hosts.received(again, Exited(1, ProcessExit(0, 0)))  # type: ignore[arg-type]
+    hosts.received(again, Exited(0, 1, ProcessExit(0, 0)))  # type: ignore[arg-type]
     begin = time.monotonic()
     hosts.end_processes(5)
     assert time.monotonic() - begin < 1
@@ -166,6 +166,47 @@ class Slots(HostEvents):
 
     def slot_given_up(self, worker_id: int, reason: str) -> None:
         self.told.append(f"{worker_id} {reason}")
+
+    def exited(self, worker_id: int, incarnation: int, process_exit: ProcessExit) -> None:
+        self.told.append(f"{worker_id}.{incarnation} ended")
+
+
+def spawn(hosts: WorkerHosts, worker_id: int, incarnation: int) -> Spawn:
+    wanted = Spawn(worker_id, incarnation, WorkerSettings(), {})
+    hosts.spawn(wanted)
+    return wanted
+
+
+def test_a_server_is_started_by_any_supervisor_of_its_host(hosts: WorkerHosts) -> None:
+    slots, server = Slots(), FIRST_SERVER
+    first, second = Connection(None, "a"), Connection(None, "a")
+    elsewhere, at_first = Connection(None, "b"), Connection(None, "c")
+    welcome(hosts, at_first)
+    hosts.attach(slots, 0, 1.0, has_servers=True)
+    for connection in (first, second, elsewhere):
+        welcome(hosts, connection)
+    opened = [server, 0, server + 1, 1, server + 1, 2, server + 2, 3]
+    assert slots.told == [f"{slot} open" for slot in opened]
+    slots.told.clear()
+    began = spawn(hosts, server + 1, 0)
+    [starts] = [each for each in (first, second, elsewhere, at_first) if began in each.sent]
+    assert starts in (first, second)
+    hosts.kill(server + 1, 0)
+    assert starts.sent[-1] == Kill(server + 1, 0)
+    # The supervisor goes, and the other one starts the next server.
+    hosts.closed(starts)  # type: ignore[arg-type]
+    assert slots.told[1:] == [f"{server + 1}.0 ended"]
+    again = spawn(hosts, server + 1, 1)
+    [other] = {first, second} - {starts}
+    assert other.sent[-1] == again
+    # Without any, there is no server.
+    hosts.closed(other)  # type: ignore[arg-type]
+    assert slots.told[-2:] == [f"{server + 1}.1 ended", f"{server + 1} closed"]
+    with pytest.raises(LaunchError, match="the supervisor of inference server 1 is gone"):
+        spawn(hosts, server + 1, 2)
+    welcome(hosts, first)
+    assert f"{server + 1} open" in slots.told
+    assert spawn(hosts, server + 1, 2) == first.sent[-1]
 
 
 def test_a_scheduler_starts_the_supervisors() -> None:

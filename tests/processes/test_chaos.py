@@ -41,8 +41,9 @@ LENGTHS_S = [16, pytest.param(1800, marks=pytest.mark.slow)]
 
 @pytest.mark.timeout(1800 + END_S + 20)
 @pytest.mark.parametrize("seconds", LENGTHS_S)
-def test_workers_in_trouble(seconds: int) -> None:
-    run(seconds, "--round", "8")
+@pytest.mark.parametrize("further", [(), ("--inference",)], ids=["workers", "servers"])
+def test_processes_in_trouble(seconds: int, further: tuple[str, ...]) -> None:
+    run(seconds, "--round", "8", *further)
 
 
 @pytest.fixture
@@ -53,7 +54,7 @@ def batches(tmp_path: Path) -> list[TensorDict]:
         return maker(context)
 
     collector = dc.SyncDataCollector(
-        [make, make], Marking(), frames_per_batch=PLAN.frames_per_batch
+        [make, make], Marking(None), frames_per_batch=PLAN.frames_per_batch
     )
     with collector:
         return [collector.next() for _ in range(3)]

@@ -6,6 +6,7 @@ import json
 import os
 import runpy
 import shutil
+import signal
 import sys
 
 import pytest
@@ -13,11 +14,14 @@ import submitit
 from helpers.launching import (
     BESIDE_A_GROUP,
     SCRIPT,
+    SERVED,
     TRAINERS,
     finish,
     report,
     slurm_variables,
     start,
+    tell,
+    told,
     torchrun,
 )
 from helpers.paths import TESTS
@@ -34,6 +38,23 @@ def test_torchrun_on_one_host():
         assert seen["workers"] == [0, 1]
         assert seen["workers whose memory is mapped"] == 2
         assert seen["listening"] == ["127.0.0.1"]
+
+
+def test_ranks_of_torchrun_on_one_host_share_an_inference_server():
+    launch = start(torchrun("--standalone", "--nproc-per-node=4", script=SERVED))
+    first = told(launch, "served")
+    [server] = {tuple(server) for _, server in first.values()}
+    assert len({rank for (_, rank, _), _ in first.values()}) == len(first) == 3
+    os.kill(server[2], signal.SIGKILL)
+    tell(launch, "go on")
+    second = told(launch, "served")
+    assert {w: place for w, (place, _) in second.items()} == {
+        w: place for w, (place, _) in first.items()
+    }
+    [other] = {tuple(server) for _, server in second.values()}
+    assert other != server
+    tell(launch)
+    assert json.loads(finish([launch])[0].splitlines()[-1]) == {"lost": {}, "workers": [0, 1, 2]}
 
 
 @needs_ss

@@ -77,6 +77,13 @@ def test_an_actor_that_is_killed_is_replaced_and_joins_again(
     assert seen["moved"]
 
 
+def test_an_inference_server_outlives_the_actor_that_started_it(
+    steps: dict[str, dict[str, Any]],
+) -> None:
+    served = steps["served"]
+    assert (len(served["servers"]), served["workers"], served["versions"]) == (1, [0, 1], [1])
+
+
 def test_a_collector_that_is_closed_leaves_nothing(steps: dict[str, dict[str, Any]]) -> None:
     assert steps["closed"]["actors"] == []
     assert steps["connected"]["connected"]

@@ -11,6 +11,7 @@ from heapq import heappop, heappush
 import pytest
 
 from distcollect.config import Faults
+from distcollect.errors import FIRST_SERVER
 from distcollect.results import WorkerState
 from distcollect.roster.membership import (
     Membership,
@@ -422,6 +423,26 @@ def test_a_network_that_stands_still_for_5_s_costs_no_worker(seed: int) -> None:
     [*_, (when, overdue)] = watch(membership, goes_on_at, goes_on_at + 1.3 * silence_s)
     assert isinstance(overdue, Overdue)
     assert when <= goes_on_at + 1.25 * silence_s
+
+
+def test_a_server_is_no_worker_and_is_given_up_only_while_its_slot_is_open() -> None:
+    membership = make()
+    server = FIRST_SERVER
+    membership.open(server, 0.0)
+    assert (membership.states, membership.num_hopeful) == ({}, 0)
+    now, incarnation = 0.0, 0
+    while not membership.is_given_up(server):
+        now = max(now, membership.next_tick(now))
+        assert membership.tick(now) == [Start(server, incarnation)]
+        assert membership.ended(server, incarnation, now)
+        incarnation += 1
+    assert incarnation == 1 + membership.max_restarts
+    membership.open(server, now)
+    assert membership.tick(now) == [Start(server, incarnation)]
+    membership.close(server)
+    assert membership.ended(server, incarnation, now)
+    assert membership.phase(server) is WorkerPhase.LOST
+    assert not membership.is_given_up(server), "its host is gone"
 
 
 def test_a_process_that_ends_in_order_is_watched_until_it_has_ended() -> None:

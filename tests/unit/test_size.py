@@ -14,7 +14,7 @@ from helpers.paths import ROOT
 
 PACKAGE = ROOT / "distcollect"
 LONGEST_MODULE = 450
-LIMITS = {PACKAGE: 28_141, PACKAGE / "commands": 1_966, ROOT / "tests": 35_022}
+LIMITS = {PACKAGE: 28_271, PACKAGE / "commands": 1_966, ROOT / "tests": 35_334}
 LIMITS |= {PACKAGE / "net": 1_402, PACKAGE / "transport": 1_198}
 
 

@@ -93,6 +93,19 @@ def test_lag_counts_what_was_sent_to_the_slot() -> None:
         versions.publish(4, [1])
 
 
+def test_a_worker_lags_by_what_was_sent_to_its_server_also_if_it_moves_to_another_one() -> None:
+    server = {0: 10, 1: 10, 2: 11}
+    versions = SentVersions(holder=lambda slot: server.get(slot, slot))
+    versions.publish(1, [10, 11])
+    versions.publish(2, [10])
+    versions.publish(3, [10, 0, 1])
+    assert [versions.newest(worker_id) for worker_id in range(3)] == [3, 3, 1]
+    assert [versions.lag(worker_id, 1) for worker_id in range(3)] == [2, 2, 0]
+    server[0] = 11
+    versions.publish(1, [0])
+    assert (versions.newest(0), versions.lag(0, 0)) == (1, 1)
+
+
 def test_lag_saturates() -> None:
     versions = SentVersions()
     for version in range(1, 6001):

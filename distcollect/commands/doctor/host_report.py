@@ -12,7 +12,7 @@ from pathlib import Path
 import gymnasium
 
 from distcollect.common import open_files
-from distcollect.common.shared_memory import host_of_pids
+from distcollect.common.memory_segment import namespace
 from distcollect.launch.cpu_placement import Host, cgroup_folders
 from distcollect.net.interfaces import interface_of, interfaces, own_address_of
 from distcollect.transport.exposure import RPC_PORTS
@@ -96,7 +96,7 @@ def inspect_host(rank: int, address: str, transport: str) -> HostReport:
     return HostReport(
         rank=rank,
         host=platform.node(),
-        host_id=f"{host_of_pids()} {Path('/proc/self/ns/net').readlink()}",
+        host_id=f"{namespace('pid')} {namespace('net')}",
         gymnasium=gymnasium.__version__,
         interfaces=list(interfaces()),
         address=address,

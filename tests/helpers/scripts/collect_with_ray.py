@@ -11,8 +11,10 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import ray
+import torch
 from torch import nn
 
 import distcollect as dc
@@ -101,6 +103,41 @@ def collect_and_lose_an_actor():
     say("closed", actors=left)
 
 
+class Telling(nn.Module):
+    """Tells the process that computes it."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(4, 2)
+
+    def forward(self, observation):
+        actions = self.net(observation).argmax(-1)
+        return actions, {"server": torch.full_like(actions, os.getpid())}
+
+
+def ancestors(pid):
+    """The ids of a process's parent, of that one's parent, and so on."""
+    while pid > 1:
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        yield pid
+
+
+def be_served():
+    """The actor ends that has started the inference server."""
+    policy = Telling()
+    with dc.RayDataCollector(
+        **SMALL, policy=policy, num_workers=2, inference=dc.Inference("host")
+    ) as collector:
+        [first] = collector.next()["server"].unique().tolist()
+        collector.update_policy_weights_(policy)
+        [starts] = {actor["Pid"] for actor in actors().values()}.intersection(ancestors(first))
+        os.kill(starts, signal.SIGKILL)
+        until(lambda: (collector.next()["server"] != first).all() and collector.num_workers == 2)
+        last = collector.next()
+        servers = last["server"].unique().tolist()
+        say("served", servers=servers, workers=workers_of(last), versions=versions_of(last))
+
+
 def place_together():
     """Before anything connects this process to Ray."""
     with dc.Collector(
@@ -181,6 +218,7 @@ def main():
     place_together()
     connect_anew()
     collect_and_lose_an_actor()
+    be_served()
     wait_for_resources()
     fail()
     say("end", connected=ray.is_initialized())
