@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import json
 import multiprocessing
 import statistics
@@ -34,11 +33,12 @@ from distcollect.commands.argtypes import above_0, count, declare, natural, writ
 from distcollect.commands.named import (
     add_policy_arguments,
     import_from_here,
+    named_env,
     named_policy,
     tried_env,
 )
 from distcollect.common.tables import text_table
-from distcollect.envs.make import check_env_id, make_by_id
+from distcollect.envs.make import make_by_id
 from distcollect.errors import ArgumentError, LaunchError
 from distcollect.policy.base import Policy
 from distcollect.policy.random import RandomPolicy
@@ -59,7 +59,7 @@ _ANSWER_S = 120.0  # for a process of a bare loop to answer, beyond its window
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     add = partial(declare, parser.add_argument)
-    about = 'a Gymnasium id, "module:ID", or MODULE:FUNCTION that makes an env'
+    about = 'a Gymnasium id, "module:ID", or MODULE:NAME of a class or function that makes an env'
     add("--env ID", about, required=True)
     add_policy_arguments(parser)
     about = "numbers of envs in each process"
@@ -132,14 +132,7 @@ def _env_maker(given: str) -> Maker:
     Raises:
         ArgumentError: there is no such env, it can't be made, or is not a single Gymnasium env.
     """
-    module, _, name = given.rpartition(":")
-    maker: Any = None
-    if module:
-        with contextlib.suppress(Exception):  # an id may begin with the name of no module
-            maker = getattr(importlib.import_module(module), name, None)
-    if not callable(maker):
-        check_env_id(given)
-        maker = partial(make_by_id, given)
+    maker = named_env(given)
     env = tried_env(given, maker)
     if not isinstance(env, gym.Env):
         raise ArgumentError(
@@ -147,7 +140,7 @@ def _env_maker(given: str) -> Maker:
             "one, or what makes one"
         )
     env.close()
-    return maker  # type: ignore[no-any-return]
+    return partial(make_by_id, maker) if isinstance(maker, str) else maker
 
 
 def measure(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import importlib
 import inspect
@@ -21,6 +22,7 @@ from torch import nn
 from distcollect.commands.argtypes import declare
 from distcollect.common.checks import refusing
 from distcollect.engine.pickled_plan import take_state
+from distcollect.envs.make import check_env_id, make_by_id
 from distcollect.errors import ArgumentError
 from distcollect.policy.weight_layout import module_of
 
@@ -34,15 +36,41 @@ def import_from_here() -> None:
         sys.path.insert(0, str(Path.cwd()))
 
 
-def tried_env(name: str, make: Callable[[], Any]) -> Any:
-    """Make the env that ``--env`` names.
+def named_env(given: str) -> Any:
+    """What makes the env that ``given`` names: its id, or what ``module:name`` is.
 
     Raises:
-        ArgumentError: it can't be made here.
+        ArgumentError: there is no such env.
+    """
+    module, _, name = given.rpartition(":")
+    maker: Any = None
+    if module:
+        with contextlib.suppress(Exception):  # an id may begin with the name of no module
+            maker = getattr(importlib.import_module(module), name, None)
+    if callable(maker):
+        return maker
+    check_env_id(given)
+    return given
+
+
+def tried_env(given: str, maker: Any) -> Any:
+    """Make the env that ``--env`` names.
+
+    Args:
+        given: its name.
+        maker: from :func:`named_env`.
+
+    Raises:
+        ArgumentError: it can't be made here, or is no env.
     """
     remedy = "install what it needs, or name another"
-    with refusing(f"--env {name} can't be made here", remedy, Exception):
-        return make()
+    with refusing(f"--env {given} can't be made here", remedy, Exception):
+        env = make_by_id(maker) if isinstance(maker, str) else maker()
+    if not hasattr(env, "close"):
+        raise ArgumentError(
+            f"--env {given} makes a {type(env).__name__}: name a Gymnasium env, or what makes one"
+        )
+    return env
 
 
 def add_policy_arguments(parser: argparse.ArgumentParser) -> None:

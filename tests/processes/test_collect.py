@@ -162,3 +162,9 @@ def test_a_minari_data_set(
     assert (np.concatenate(seen) == after).all()
     assert data.storage.metadata["distcollect"]["seed"] == 3
     assert not marked.left()
+
+
+def test_an_env_that_a_class_of_a_module_makes(tmp_path: Path) -> None:
+    given = {"env": "helpers.envs:SamplingEnv", "frames": 30}
+    assert cli.main(arguments(tmp_path / "frames", **given)) == 0
+    assert recorded(tmp_path / "frames") == 30

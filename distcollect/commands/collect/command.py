@@ -18,11 +18,11 @@ from distcollect.commands.named import (
     NamedPolicy,
     add_policy_arguments,
     import_from_here,
+    named_env,
     named_policy,
     tried_env,
 )
 from distcollect.config import Monitor
-from distcollect.envs.make import check_env_id, make_by_id
 from distcollect.errors import ArgumentError
 from distcollect.integrations.minari import MinariTarget
 from distcollect.launch.run import run as launch
@@ -37,7 +37,8 @@ _PRINT_EVERY_S = 30.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     add = partial(declare, parser.add_argument)
-    add("--env ID", 'a Gymnasium id, or "module:ID"', required=True)
+    about = 'a Gymnasium id, "module:ID", or MODULE:NAME of a class or function that makes an env'
+    add("--env ID", about, required=True)
     add("--frames N", "number of frames", type=count, required=True)
     about = "a new folder; or one of an earlier call, to continue up to N frames"
     add("--out DIR", about, type=Path, required=True)
@@ -71,8 +72,8 @@ def _collect(given: argparse.Namespace) -> int:
     import_from_here()
     policy = named_policy(given.policy, given.weights, trust=given.trust_policy)
     minari = _minari_target(given)
-    check_env_id(given.env)
-    with contextlib.closing(tried_env(given.env, partial(make_by_id, given.env))) as env:
+    make_env = named_env(given.env)
+    with contextlib.closing(tried_env(given.env, make_env)) as env:
         if minari is not None:
             minari.check(env)
     names = ("env", "deterministic", "num_workers", "envs_per_worker", "frames_per_batch", "seed")
@@ -83,7 +84,7 @@ def _collect(given: argparse.Namespace) -> int:
             _print(f"{saved.frames:,} frames are in {given.out} already")
         else:
             try:
-                _fill(saved, given, policy)
+                _fill(saved, given, make_env, policy)
             except KeyboardInterrupt:
                 _print(
                     f"interrupted with {saved.frames:,} of {given.frames:,} frames in {given.out}: "
@@ -94,7 +95,7 @@ def _collect(given: argparse.Namespace) -> int:
                 f"{saved.frames:,} frames are in {given.out}: TensorDict.load_memmap() reads them"
             )
         if minari is not None:
-            _write_minari(minari, saved, given.env, settings)
+            _write_minari(minari, saved, given.env, make_env, settings)
     return 0
 
 
@@ -112,9 +113,9 @@ def _minari_target(given: argparse.Namespace) -> MinariTarget | None:
 
 
 def _write_minari(
-    minari: MinariTarget, saved: SavedFrames, env_id: str, settings: Mapping[str, Any]
+    minari: MinariTarget, saved: SavedFrames, name: str, make_env: Any, settings: Mapping[str, Any]
 ) -> None:
-    with contextlib.closing(tried_env(env_id, partial(make_by_id, env_id))) as env:
+    with contextlib.closing(tried_env(name, make_env)) as env:
         num_episodes, num_frames = minari.write(saved.folder, saved.frames, env, settings)
     rest = saved.frames - num_frames
     _print(
@@ -123,13 +124,15 @@ def _write_minari(
     )
 
 
-def _fill(saved: SavedFrames, given: argparse.Namespace, policy: NamedPolicy) -> None:
+def _fill(
+    saved: SavedFrames, given: argparse.Namespace, make_env: Any, policy: NamedPolicy
+) -> None:
     num_envs = given.envs_per_worker
     missing = saved.num_frames - saved.frames
     default = num_envs * min(_STEPS, -(-missing // num_envs))
     frames_per_batch = given.frames_per_batch or default
     with RPCDataCollector(
-        given.env,
+        make_env,
         policy_factory=policy.factory,
         frames_per_batch=frames_per_batch,
         # A multiple of frames_per_batch; SavedFrames ignores surplus frames.
