@@ -444,6 +444,11 @@ class Evaluation:
         """Mean of the returns, NaN without episodes."""
         return self.returns.mean().item()
 
+    @property
+    def mean_length(self) -> float:
+        """Mean of the lengths in frames, NaN without episodes."""
+        return self.lengths.double().mean().item()
+
     def summary(self) -> EvaluationStats:
         """The statistics of its episodes; one whose metric is NaN does not count in that metric."""
         metrics = {name: values.nanmean().item() for name, values in self.metrics.items()}

@@ -97,6 +97,7 @@ class TestEvaluate:
             assert found.lengths.tolist() == [5] * 7
             assert found.policy_version.tolist() == [0] * 7
             assert found.mean_return == 10
+            assert found.mean_length == 5
             collector.update_policy_weights_(Acts(1))
             found = collector.evaluate(1)
             assert (found.returns.item(), found.policy_version.item()) == (5.0, 1)
