@@ -101,4 +101,4 @@ class _Steps:
         values = self._policy.take(half, may_wake=may_wake)
         for column, value in zip(self._written, values, strict=False):
             column[step, rows] = value
-        self._slab.policy_version[rows, step] = self._engine.weights.version
+        self._slab.policy_version[rows, step] = self._policy.version

@@ -33,6 +33,8 @@ class RemotePolicy(Policy):
 
     Attributes:
         link: the way to the server.
+        version: policy_version that chose what was taken last; an answer that was computed before
+            another one may be taken after it.
         on_answer: told of each answer to a request for actions, see
             :class:`~distcollect.rollout.header.WorkReport`.
     """
@@ -64,6 +66,7 @@ class RemotePolicy(Policy):
             PolicyError: the policy can't be called with these observations.
         """
         self.link = link
+        self.version = 0
         self.on_answer: Callable[..., object] = lambda **_: None
         self._observation = observation
         self._num_rows = len(next(iter(observation.values())))
@@ -168,6 +171,7 @@ class RemotePolicy(Policy):
                 continue
             break
         del self._asked[rows]
+        self.version = answer.version
         self.link.expect(answer.version)
         self.on_answer(
             queue_ns=answer.queue_ns,

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from distcollect.common.peer_ids import identity
 from distcollect.common.waiting import arrives
 from distcollect.errors import ArgumentError, DeadlineError, RolloutGone, WorkerError, WorkerLost
+from distcollect.pool.requests import origin
 from distcollect.rollout.header import Header, Rollout
 from distcollect.rollout.layout import Layout, Tensors
 from distcollect.transport.protocol import Transport
@@ -75,6 +76,7 @@ class HandoverReceiver:
         # (trainer, worker_id) to the peer of the process that is reachable. An earlier process of
         # that worker is evicted: its connection may hold memory.
         self._peers: dict[tuple[int, int], int] = {}
+        self._taken: set[tuple[int, ...]] = set()  # of those that came with their reference
 
     def take(self, reference: RolloutReference, timeout_s: float) -> Rollout:
         """Fetch a rollout.
@@ -85,6 +87,10 @@ class HandoverReceiver:
             DeadlineError: the worker did not answer in time; names it.
         """
         if reference.tensors is not None:
+            which = (reference.trainer, *origin(reference.header))
+            if which in self._taken:
+                raise _gone(reference, "it was taken already")
+            self._taken.add(which)
             return Rollout(reference.header, reference.tensors)
         self._meet(reference)
         deadline = time.monotonic() + timeout_s

@@ -187,6 +187,8 @@ def test_what_next_has_fetched_travels_along_if_there_is_no_other() -> None:
         assert [reference.tensors is None for reference in kinds] == [False, True, False]
         for reference in kinds:
             assert collector.take_over(reference, SOON_S).shape == (2, STEPS)
+            with pytest.raises(dc.RolloutGone, match="taken already"):
+                collector.take_over(reference, SOON_S)
         settled(collector, lambda total: total.delivered == 10 * STEPS)
 
 

@@ -253,6 +253,14 @@ class Telling(nn.Module):
         return torch.zeros(n, dtype=torch.int64), told
 
 
+class Weighing(Telling):
+    """Writes its weight."""
+
+    def forward(self, observation: torch.Tensor) -> Any:
+        action, _ = super().forward(observation)
+        return action, {"weight": self.weight.expand(len(observation))}
+
+
 def test_one_process_has_the_policy_of_all_workers() -> None:
     with dc.MultiSyncDataCollector(
         ProcessIdEnv,
@@ -295,6 +303,23 @@ def test_every_frame_shows_the_weights_of_its_version() -> None:
                 digests[number // 3 + 1] = digest(policy.state_dict())
                 collector.update_policy_weights_(policy, wait=number % 2 == 0)
         assert max(newest.values()) > 10
+
+
+def test_a_half_that_is_computed_out_of_turn_has_its_own_version() -> None:
+    """The smaller half of a worker's envs may fit into a pass that has no room for the larger."""
+    with dc.MultiaSyncDataCollector(
+        ProcessIdEnv,
+        policy := Weighing(),
+        num_workers=3,
+        envs_per_worker=5,
+        frames_per_batch=25,
+        inference=dc.Inference("host", batch_size=5),
+    ) as collector:
+        for version in range(1, 600):
+            nn.init.constant_(policy.weight, version)
+            collector.update_policy_weights_(policy, wait=False)
+            batch = collector.next()
+            assert torch.equal(batch["weight"].long(), batch["collector", "policy_version"])
 
 
 def test_workers_and_server_that_are_killed_lose_no_frame_without_a_cause() -> None:

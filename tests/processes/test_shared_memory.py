@@ -65,3 +65,31 @@ def test_large_rollouts_of_workers_on_this_host(sync):
         before, after = batch["observation"], batch["next", "observation"]
         assert (after == (before.long() + 1) % 251).all()
         assert (before == before[..., :1, :1]).all()
+
+
+class OfNothing(Counting):
+    """Has an entry without elements before others."""
+
+    observation_space = gym.spaces.Dict(
+        {"a": gym.spaces.Box(0, 1, (0,), np.uint8), "b": Counting.observation_space}
+    )
+
+    def reset(self, *, seed=None, options=None):
+        observation, info = super().reset()
+        return {"a": observation[0, :0], "b": observation}, info
+
+    def step(self, action):
+        observation, *others = super().step(action)
+        return ({"a": observation[0, :0], "b": observation}, *others)
+
+
+@pytest.mark.parametrize("transport", ["rpc", "tcp"])
+def test_an_entry_without_elements_takes_no_other_entrys_place(transport):
+    with dc.RPCDataCollector(
+        OfNothing, None, frames_per_batch=20, num_workers=1, transport=transport
+    ) as collector:
+        batches = [collector.next() for _ in range(3)]
+    for batch in batches:
+        assert batch["a"].shape == (1, 20, 0)
+        assert (batch["next", "b"] == (batch["b"].long() + 1) % 251).all()
+        assert (batch["next", "reward"] == 1).all()
