@@ -161,9 +161,16 @@ class Backend(ABC):
 
         Raises:
             ArgumentError: ``frames_per_batch`` can't be split over the envs, or frames of this
-                layout can't be normalised.
+                layout can't be normalised, or have an entry that would be replaced by another.
         """
         self.layout = layout
+        added = {*getattr(self._options.replay_buffer, "added_to_samples", ())}
+        added |= {"policy_version"} if self._options.track_policy_version else set()
+        if taken := sorted(added.intersection(leaf.key[0] for leaf in layout.root)):
+            raise ArgumentError(
+                f"frames have {taken} of the env or the policy, and track_policy_version or the "
+                "replay buffer would replace that: rename it"
+            )
         if (normalizer := self._options.normalizer) is not None:
             self.statistics = Statistics(normalizer, layout, raw=self._options.records_raw)
         options, num_envs = self._options, layout.num_envs

@@ -307,7 +307,10 @@ class Prioritized(WrappedBuffer):
 
     Attributes:
         beta: the exponent of ``priority_weight``, which may be changed at any time.
+        added_to_samples: names of the three entries.
     """
+
+    added_to_samples = ("index", "generation", "priority_weight")
 
     def __init__(
         self,

@@ -83,7 +83,7 @@ class AlignedLoop:
         action: Arrays = {}
 
         def choose(step: int) -> Arrays:
-            # Before the policy is called, as it may change its input in place.
+            # Before the policy is called, which changes its state.
             for column, array in starts:
                 column[step] = array
             chosen, written = policy()
@@ -187,15 +187,11 @@ class AlignedLoop:
         self, slab: Slab, step: int, policy: Policy, rows: Sequence[int]
     ) -> Arrays:
         """Write the start of the frame of ``rows`` again; the actions of all rows."""
-        obs, layout = self.envs.obs, self.engine.layout
+        layout = self.engine.layout
         for key, column in slab.root.items():
             column[rows, step] = self.current[key][rows]
-        before = {key: array.copy() for key, array in obs.items()}
         chosen, written = policy(rows)
         slab.policy_version[rows, step] = self.engine.weights.version
-        # The policy may have changed its input in place; other rows' is still to be recorded.
-        for key, array in obs.items():
-            array[:] = before[key]
         for leaf, value in zip(layout.action, chosen, strict=True):
             slab.action[leaf.key][rows, step] = value[rows]
         for leaf, value in zip(layout.extras, written, strict=False):

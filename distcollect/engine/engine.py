@@ -92,11 +92,7 @@ class Engine(EngineBase):
             envs.reset()
         except Faulted as faulted:
             raise faulted.faults[0].error from faulted.__cause__
-        first = {key: array.copy() for key, array in envs.obs.items()}
         check_actions(envs, self._policy.try_out())
-        # It may have changed its input in place.
-        for key, array in envs.obs.items():
-            array[:] = first[key]
         self.layout = _layout(envs, self._policy, normalizer)
         self._trajectories = Trajectories(envs.num_envs, traj_ids)
         loop = AlignedLoop if envs.is_aligned else RaggedLoop

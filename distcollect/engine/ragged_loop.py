@@ -120,7 +120,7 @@ class RaggedLoop(AlignedLoop):
         # The next chunk of this rollout begins at its own step 0.
         engine.step_timer.due = max(0, engine.step_timer.due - num_made)
         faulted = self._faulted
-        # A policy may have changed its input in place before the envs raised.
+        # What envs that raised have left is no start of a frame.
         for key, column in chunk.root.items() if faulted is None else ():
             column[:, num_made] = self.current[key]
         num_dropped = buffer.take(chunk, log, num_made, self.trajectories)

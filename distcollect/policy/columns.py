@@ -75,5 +75,5 @@ def to_tensor(value: Any, key: Key) -> torch.Tensor:
             ) from err
     if value.requires_grad:  # also within no_grad(): a view of a parameter
         value = value.detach()
-    tensor: torch.Tensor = value.cpu()
+    tensor: torch.Tensor = value.cpu().resolve_conj().resolve_neg()
     return tensor.float() if tensor.dtype is torch.bfloat16 else tensor

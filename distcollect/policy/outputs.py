@@ -134,7 +134,9 @@ class OutputReader:
             output, written = output
         if isinstance(output, Distribution):
             output, log_prob = self._sample(output)
-            written = {**written, "action_log_prob": log_prob}
+            if _LOG_PROBS[0] in written:
+                raise _taken((_LOG_PROBS[0],))
+            written = {**written, _LOG_PROBS[0]: log_prob}
         if self._action_is_leaf and type(output) is torch.Tensor:
             return (output,), written
         if not written and isinstance(output, TensorDictBase):
@@ -213,9 +215,8 @@ class OutputReader:
             if self._is_noisy and key[-1] in _LOG_PROBS:
                 raise _noisy(f"writes {'.'.join(key)!r}")
             if overlaps(key, taken) or key[0] in RESERVED:
-                raise PolicyError(
-                    f"the policy writes {'.'.join(key)!r}, a name that is taken; rename it"
-                )
+                raise _taken(key)
+            taken.add(key)
             value = to_tensor(written[name], key)
             if value.shape[:1] != (self._num_envs,):
                 raise PolicyError(
@@ -278,6 +279,10 @@ class OutputReader:
 
 def _has_tensors(parts: Sequence[Any]) -> bool:
     return any(isinstance(part, torch.Tensor) and part.ndim for part in parts)
+
+
+def _taken(key: Key) -> PolicyError:
+    return PolicyError(f"the policy writes {'.'.join(key)!r}, a name that is taken; rename it")
 
 
 def _noisy(does: str) -> PolicyError:

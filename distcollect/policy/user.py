@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import gymnasium as gym
@@ -65,12 +66,12 @@ class UserPolicy(Policy):
             self.module = moved(self.module, device)
         self._exploration = exploration
         self._needs_autograd = shared
+        self._has_run = False
         self._rng: PerEnvRng | None = None
-        self._inputs = Inputs(observation, self.module, device, normalizer)
-        self.state = state_of(policy, self._inputs.tensors, self.exploring())
-        if self.state is not None:
-            self._inputs.add(self.state.arrays, copy=True)
-        self._call = calling_convention(policy, self._inputs, observation_space)
+        self._make_inputs = partial(Inputs, observation, self.module, device, normalizer)
+        self.state = state_of(policy, self._make_inputs().tensors, self.exploring())
+        self._convention = partial(calling_convention, policy, observation_space=observation_space)
+        self._bind(copies=False)
         if has_lazy_weights(self.module):
             # Its weights have no shape before its first call, and must not be inference tensors.
             with torch.no_grad():
@@ -84,6 +85,14 @@ class UserPolicy(Policy):
             is_noisy=bool(noises),
             state_at_root=() if self.state is None else self.state.at_root,
         )
+
+    def _bind(self, *, copies: bool) -> None:
+        """Have the policy called with new inputs, or with ``copies`` of them each time."""
+        self._inputs = self._make_inputs()
+        if self.state is not None:
+            self._inputs.add(self.state.arrays)
+        self._call = self._convention(inputs=self._inputs, copies=copies)
+        self._users = self._inputs.users()
 
     @property
     def extras(self) -> tuple[Leaf, ...]:
@@ -107,6 +116,8 @@ class UserPolicy(Policy):
             yield
 
     def __call__(self, rows: Sequence[int] | None = None) -> PolicyOutput:
+        if self._inputs.users() != self._users:
+            self._bind(copies=True)  # it keeps the observation, or what it returned is a view of it
         for update in self._inputs.updates:
             update()
         try:
@@ -125,7 +136,20 @@ class UserPolicy(Policy):
         return actions, extras
 
     def _choose(self, rows: Sequence[int] | None) -> Read:
-        actions, extras, state = self._outputs.read(self._call())
+        actions, extras, state = self._outputs.read(self._output())
         for noise in self.noises:
             actions = noise.change(actions, rows)
         return actions, extras, state
+
+    def _output(self) -> Any:
+        """What the policy returns; one that computes gradients is not called in inference mode."""
+        try:
+            return self._call()
+        except RuntimeError:
+            if self._has_run or not torch.is_inference_mode_enabled():
+                raise
+            self._needs_autograd = True
+            with torch.inference_mode(mode=False), torch.no_grad():
+                return self._call()
+        finally:
+            self._has_run = True

@@ -73,3 +73,16 @@ def test_a_copy_gets_inference_mode_and_a_shared_policy_never(shared: bool) -> N
         bound()
     assert modes == [not shared] * 2
     assert torch.is_grad_enabled()
+
+
+def test_a_copy_that_computes_gradients_is_called_without_inference_mode() -> None:
+    def policy(observation: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            action = torch.zeros(len(observation), requires_grad=True)
+            (slope,) = torch.autograd.grad((3 * action).sum(), action)
+        return slope.long()
+
+    bound, _ = bind(policy)
+    assert (bound.try_out()[0] == 3).all()
+    with bound.exploring():
+        assert (bound()[0][0] == 3).all()

@@ -45,6 +45,7 @@ class Part:
 
 _NO_RPC = "LaunchError before any process is started; `distcollect doctor` says it too"
 _NO_RNG = "a seed for a policy that draws random numbers is a PolicyError"
+_NO_INPUTS = "no collector can be made with a policy"
 _IN_CALLS = "each worker on another host gets weights in a call; backend='gloo' is an ArgumentError"
 _OWN_METHOD = "the env waits by its own method, which takes longer"
 
@@ -75,6 +76,8 @@ PARTS = [
         "random numbers of policies, drawn for each env",
         _NO_RNG,
     ),
+    Part("torch._C", "_storage_Use_Count", "to see that a policy keeps its input", _NO_INPUTS),
+    Part("torch.UntypedStorage", "_cdata", "the same", _NO_INPUTS),
     Part(
         "torch.distributed.ProcessGroupGloo",
         "_Options create_device",
