@@ -275,7 +275,10 @@ class CollectorOptions:
         module = module_of(self.policy)
         if not factories or module is None:
             return factories
-        weights = {name: value.cpu() for name, value in module.state_dict().items()}
+        weights = {
+            name: value.cpu() if isinstance(value, torch.Tensor) else value
+            for name, value in module.state_dict().items()
+        }
         return [partial(_with_weights, factory, weights) for factory in factories]
 
     def plan(self, worker_id: int = 0, *, traces: bool) -> WorkerPlan:

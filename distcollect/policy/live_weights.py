@@ -55,6 +55,10 @@ class LiveWeights:
         self.pending = False
         state = state_tensors(module)
         self._tensors = [state[entry.names[0]] for entry in self.layout.entries]
+        for tensor in self._tensors:
+            # Of an expanded one several elements are one in memory, which can't be written to.
+            if any(s > 1 and not n for s, n in zip(tensor.shape, tensor.stride(), strict=True)):
+                tensor.data = tensor.data.clone()
         # A forward pass changes buffers in place. They have memory of their own, so that what lies
         # in self._live stays what was published.
         self._pointed = [

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -25,6 +26,8 @@ _ALIGNMENT = 16
 # The name of the statistics that normalise observations, among the modules that are published; no
 # module of the user's has such a name. They are never rounded: the trainer normalises by them too.
 STATISTICS = "(normalize)"
+# How torch names what a module's get_extra_state() returns.
+_EXTRA = "_extra_state"
 
 
 @dataclass(frozen=True)
@@ -86,11 +89,14 @@ class WeightLayout:
         num_bytes: size of the buffer, a multiple of 16.
         not_sent: names of excluded weights and of buffers that aren't persistent: users may pass
             them, and they are not sent.
+        extra: names of what is in the ``state_dict`` too, but is no parameter or buffer, so that
+            nothing can be copied into it.
     """
 
     entries: tuple[Entry, ...]
     num_bytes: int
     not_sent: frozenset[str] = frozenset()
+    extra: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, module: nn.Module | None, exclude: Sequence[str] = ()) -> WeightLayout:
@@ -104,7 +110,8 @@ class WeightLayout:
             ArgumentError: a weight of a lazy module has no shape yet.
         """
         state = state_tensors(module)
-        excluded = {name for name in state if any(fnmatchcase(name, each) for each in exclude)}
+        whole = {} if module is None else {uncompiled(name) for name in module.state_dict()}
+        excluded = {name for name in whole if any(fnmatchcase(name, each) for each in exclude)}
         names: dict[torch.Tensor, list[str]] = {}  # a tied one has several
         for name, value in state.items():
             if name in excluded:
@@ -116,10 +123,11 @@ class WeightLayout:
                 )
             names.setdefault(value, []).append(name)
         buffers = () if module is None else module.named_buffers()
-        return cls._packed(
+        layout = cls._packed(
             ((tuple(each), tuple(t.shape), t.dtype) for t, each in names.items()),
             frozenset(excluded | ({uncompiled(name) for name, _ in buffers} - state.keys())),
         )
+        return replace(layout, extra=frozenset(whole - state.keys() - excluded))
 
     @classmethod
     def _packed(
@@ -222,6 +230,13 @@ class WeightLayout:
         fits = not self.entries and callable(source) and module_of(source) is None
         given = {} if fits else named_tensors(source)
         known = {name for entry in self.entries for name in entry.names} | self.not_sent
+        if self.extra:
+            warnings.warn(
+                f"{sorted(self.extra)} in the policy's state_dict is no parameter or buffer, so it "
+                "is not published: keep in a buffer what is to be, or leave it out by "
+                "WeightSync(exclude=...)",
+                stacklevel=2,
+            )
         problems = [f"unknown key {name!r}" for name in given if name not in known]
         selected: dict[str, torch.Tensor] = {}
         for entry in self.entries:
@@ -354,6 +369,8 @@ def named_tensors(source: object) -> dict[str, torch.Tensor]:
     if isinstance(source, Mapping):
         named: dict[str, torch.Tensor] = {}
         for name, value in source.items():
+            if str(name).endswith(_EXTRA):  # said to be left out by select()
+                continue
             if callable(value) or isinstance(value, Mapping | TensorDictBase):
                 parts = named_tensors(value)
                 named.update({uncompiled(f"{name}.{inner}"): part for inner, part in parts.items()})
@@ -380,9 +397,8 @@ def state_tensors(module: nn.Module | None) -> dict[str, torch.Tensor]:
     if module is None:
         return {}
     state: dict[str, Any] = module.state_dict(keep_vars=True)
-    return {
-        uncompiled(name): value for name, value in state.items() if isinstance(value, torch.Tensor)
-    }
+    own = {id(each) for each in (*module.parameters(), *module.buffers())}
+    return {uncompiled(name): value for name, value in state.items() if id(value) in own}
 
 
 def uncompiled(name: str) -> str:

@@ -146,3 +146,46 @@ def test_a_lazily_conjugated_extra() -> None:
 
     with dc.SyncDataCollector(Rising, policy, frames_per_batch=5) as collector:
         assert collector.next()["z"].flatten()[2] == 2 - 3j
+
+
+class Stateful(nn.Module):
+    """Has a buffer whose elements are one in memory, and a state that is no tensor."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.value = value
+        self.register_buffer("wide", torch.full((1,), value).expand(3))
+
+    def get_extra_state(self) -> Any:
+        return {"value": self.value}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.value = state["value"]
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        return still(observation) + self.wide.sum()
+
+
+@pytest.mark.parametrize("given", [Stateful(2), Stateful(2).state_dict()], ids=["module", "dict"])
+def test_state_that_is_not_published(given: Any) -> None:
+    policy = Stateful(1)
+    with dc.SyncDataCollector(Rising, policy, frames_per_batch=5) as collector:
+        with pytest.warns(UserWarning, match=r"\['_extra_state'\] .* is not published"):
+            collector.update_policy_weights_(given)
+        assert (collector.next()["action"] == 6).all()
+    assert policy.value == 1
+
+
+def test_a_factory_is_given_all_of_a_policys_state() -> None:
+    made: list[Stateful] = []
+
+    def factory() -> nn.Module:
+        made.append(Stateful(1))
+        made[-1].wide = made[-1].wide.clone()  # else torch can't load it
+        return made[-1]
+
+    with dc.SyncDataCollector(
+        Rising, Stateful(3), policy_factory=factory, frames_per_batch=5
+    ) as collector:
+        assert (collector.next()["action"] == 9).all()
+    assert made[0].value == 3
