@@ -14,7 +14,7 @@ from helpers.paths import ROOT
 
 PACKAGE = ROOT / "distcollect"
 LONGEST_MODULE = 450
-LIMITS = {PACKAGE: 28_287, PACKAGE / "commands": 1_979, ROOT / "tests": 35_340}
+LIMITS = {PACKAGE: 28_353, PACKAGE / "commands": 1_979, ROOT / "tests": 35_527}
 LIMITS |= {PACKAGE / "net": 1_402, PACKAGE / "transport": 1_198}
 
 
