@@ -28,12 +28,12 @@ from distcollect.policy.weight_layout import module_of
 
 
 def import_from_here() -> None:
-    """Make modules in the working folder importable.
+    """Make modules in the working folder importable, if no others have their names.
 
     ``python -m`` does that by itself, but a console script adds its own folder instead.
     """
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
+        sys.path.append(str(Path.cwd()))
 
 
 def named_env(given: str) -> Any:

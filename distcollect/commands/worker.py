@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from distcollect.commands.argtypes import above_0, count, declare
+from distcollect.commands.named import import_from_here
 from distcollect.errors import ArgumentError, LaunchError
 from distcollect.launch.cpu_placement import CpuPlacement
 from distcollect.launch.rendezvous import host_and_port, read_token
@@ -55,6 +56,7 @@ def run(given: argparse.Namespace) -> int:
     """
     logging.basicConfig(format="%(message)s")
     logging.getLogger("distcollect").setLevel(logging.INFO)
+    import_from_here()
     if given.run_folder is not None:
         return _join_run(RunFolder(given.run_folder), given)
     trainer = TrainerAddress(*host_and_port("--join", given.join), _token(given.token_file))

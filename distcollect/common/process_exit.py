@@ -26,7 +26,7 @@ class ProcessExit:
 
 # Torch's C++ side takes whatever comes to an RPC port for a message of its own.
 STRAY_CONNECTION = (
-    "torch's RPC ends a process in this way when another program, such as a port "
+    "with transport='rpc', torch ends a process in this way when another program, such as a port "
     'scanner, connects to its port: see "Torch\'s ports" on the page Security'
 )
 
@@ -40,5 +40,5 @@ def describe_exit(code: int) -> str:
     except ValueError:
         return f"killed by signal {-code}"
     if -code in (signal.SIGABRT, signal.SIGSEGV):
-        return f"killed by {name} (if native code of yours did not crash: {STRAY_CONNECTION})"
+        return f"killed by {name} (if no native code of yours crashed: {STRAY_CONNECTION})"
     return f"killed by {name}"

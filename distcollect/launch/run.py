@@ -71,7 +71,7 @@ def run(main: Callable[[], T], *, num_trainers: int = 1) -> T | None:
         LaunchError: there are too few ranks, or they can't find each other.
     """
     if not callable(main):
-        raise ArgumentTypeError(f"run({main!r}): must be a function without parameters, your main")
+        raise ArgumentTypeError(f"run({main!r}): must be a function: run(main), not run(main())")
     num_trainers = checks.plain(num_trainers)
     checks.positive("num_trainers", num_trainers)
     launch = Launch.detect()

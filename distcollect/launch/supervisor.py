@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from distcollect.common import open_files
 from distcollect.common.process_exit import STRAY_CONNECTION, ProcessExit
+from distcollect.errors import slot_name
 from distcollect.launch import zygote
 from distcollect.launch.cpu_placement import CpuPlacement
 from distcollect.launch.local_processes import LocalProcesses, ProcessEvents
@@ -169,6 +170,8 @@ def _serve(
                 leave_timeout_s = message.settings.leave_timeout_s
                 processes.spawn(message, trainer, placement)
             elif isinstance(message, Kill):
+                name = slot_name(message.worker_id)
+                log.warning("%s is ended by the trainer, whose log says why", name)
                 processes.kill(message.worker_id, message.incarnation)
             elif isinstance(message, Goodbye):
                 goodbye = message

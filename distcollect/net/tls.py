@@ -276,10 +276,10 @@ def joining_tls(sock: Any) -> TlsSocket:
     context.verify_mode = ssl.CERT_NONE
     if authority := os.environ.get(_CA):
         context.verify_mode = ssl.CERT_REQUIRED
-        context.load_verify_locations(authority)
+        context.load_verify_locations(cadata=Path(authority).read_text())  # its error has the name
     secured = TlsSocket(sock, context, is_trainer=False)
     try:
         secured.do_handshake()
     except ssl.SSLCertVerificationError as error:
-        raise LaunchError(f"its certificate is refused: {error}") from error
+        raise LaunchError(f"its certificate is refused ({_CA}={authority}): {error}") from error
     return secured

@@ -55,7 +55,7 @@ from distcollect.roster.interfaces import MembershipObserver
 from distcollect.roster.membership import PRESENT, Membership, MembershipCommand, Ping, Start
 from distcollect.roster.plans import PlanSender
 from distcollect.roster.posted import posted
-from distcollect.roster.process import Process, ProcessKey, message_of
+from distcollect.roster.process import Process, ProcessKey, difference, message_of
 from distcollect.roster.start_report import start_report
 from distcollect.roster.status import Status
 from distcollect.roster.worker_ends import WorkerEnd
@@ -287,7 +287,7 @@ class Lifecycle(HostEvents):
         others = [each for each in self._status.worker_infos.values() if each.layout is not None]
         first = next(iter(others), info) if info.layout is not None else info
         if (info.layout, info.weights) != (first.layout, first.weights):
-            message = f"its frames or weights differ from the others': {info} instead of {first}"
+            message = f"its frames or weights differ from the others': {difference(info, first)}"
             self._fail_process(process, PolicyError(message, worker_id=process.worker_id))
             return
         if not self._membership.ready(*process.key, time.monotonic()):

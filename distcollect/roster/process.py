@@ -101,3 +101,19 @@ class Process:
 def message_of(error: DistCollectError) -> str:
     """An error's text without the worker that it names."""
     return error.message if isinstance(error, WorkerError) else str(error)
+
+
+def difference(one: WorkerInfo, other: WorkerInfo) -> str:
+    """Say what one worker has in frames and weights instead of what the other one has."""
+
+    def parts(info: WorkerInfo) -> list[str]:
+        weights = (f"weight {e.names[0]} {list(e.shape)} {e.dtype}" for e in info.weights.entries)
+        if info.layout is None:
+            return [*weights]
+        rows = f"{list(info.layout.batch_size)} envs"
+        return [rows, *map(str, info.layout.per_frame), *weights]
+
+    own, others = parts(one), parts(other)
+    mine = ", ".join(each for each in own if each not in others) or "less"
+    theirs = ", ".join(each for each in others if each not in own) or "less"
+    return f"{mine} instead of {theirs}; give all workers envs of equal spaces, and one policy"

@@ -24,7 +24,13 @@ from distcollect.common.clock import clock_ns
 from distcollect.common.threads import SerialThread
 from distcollect.common.waiting import missing
 from distcollect.config import WeightSync
-from distcollect.errors import DistCollectError, WeightsTimeout, WorkerError, WorkerLost
+from distcollect.errors import (
+    DistCollectError,
+    WeightsTimeout,
+    WorkerError,
+    WorkerLost,
+    slot_name,
+)
 from distcollect.policy.weight_layout import WeightEncoding, WeightLayout, checksum
 from distcollect.telemetry.trace import PushTimes
 from distcollect.transport.protocol import Transport
@@ -403,7 +409,7 @@ class WeightSender:
         """Try again, or leave the worker out; ``owed``: until it has given this answer."""
         slot = push.receivers[worker_id]
         if isinstance(error, WorkerLost):
-            log.info("worker %d can't be reached: %r", worker_id, error.__cause__)
+            log.info("%s can't be reached: %r", slot_name(worker_id), error.__cause__)
             error = WorkerLost("can't be reached", worker_id=worker_id)
         with self._lock:
             left_out = self._slots.fail(
@@ -413,7 +419,7 @@ class WeightSender:
             return
         if not isinstance(error, WorkerLost):
             version = push.publication.version
-            log.warning("worker %d is left out of version %d: %s", worker_id, version, error)
+            log.warning("%s is left out of version %d: %s", slot_name(worker_id), version, error)
         if owed is None:
             self.on_left_out(worker_id, left_out)
             return
@@ -430,6 +436,6 @@ class WeightSender:
 
 def _late(what: str, worker_id: int, push: PlannedPush, after_s: float) -> WeightsTimeout:
     return WeightsTimeout(
-        f"worker {worker_id} {what} version {push.publication.version} within {after_s:.3g} s; "
+        f"{slot_name(worker_id)} {what} version {push.publication.version} within {after_s:.3g} s; "
         "it gets the newest one as soon as it answers"
     )

@@ -263,7 +263,7 @@ class Worker(WorkerService):
             # As an env that can't be made, it fails in the same way wherever it is tried again.
             raise EnvError(
                 f"could not unpickle the env maker or the policy ({type(error).__name__}: {error});"
-                " what they are made of must be importable here too"
+                " what they are made of must be importable on the worker's host"
             ) from error
         if plan.registry is not None:
             register_all(plan.registry)

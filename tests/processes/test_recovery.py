@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 from collections.abc import Callable
@@ -386,6 +388,28 @@ def test_a_worker_joins_a_running_trainer_and_leaves_with_it(
     assert marked.gone(END_S), marked.left()
 
 
+def test_a_worker_that_joins_finds_what_stands_in_its_folder(
+    marked: Marked, token_file: Path, port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "beside.py").write_text(
+        "import gymnasium as gym\n\ndef make():\n    return gym.make('CartPole-v1')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    make = importlib.import_module("beside").make
+    script = Path(sysconfig.get_path("scripts")) / "distcollect"
+    command = [str(script), "worker", "--join", f"127.0.0.1:{port}"]
+    with dc.RPCDataCollector(
+        make, frames_per_batch=40, num_workers=1, transport="tcp", listen=f"127.0.0.1:{port}"
+    ) as collector:
+        joined = subprocess.Popen(command, cwd=tmp_path)
+        deadline = time.monotonic() + JOIN_S
+        while collector.num_workers < 2:
+            assert time.monotonic() < deadline
+            collector.next()
+    assert joined.wait(END_S) == 0
+    assert marked.gone(END_S), marked.left()
+
+
 def test_what_nobody_can_tell_of_at_the_end_is_in_the_ledger(
     marked: Marked, token_file: Path, port: int
 ) -> None:
@@ -402,3 +426,11 @@ def test_what_nobody_can_tell_of_at_the_end_is_in_the_ledger(
     assert 0 < collector.ledger.workers[1].at_most <= 2 * 40
     assert collector.ledger.workers[0].at_most == 0
     assert marked.gone(END_S), marked.left()
+
+
+def test_workers_whose_envs_have_other_spaces() -> None:
+    said = (
+        r"differ from the others': observation \[[46]\] .* instead of observation \[[46]\] .*equal"
+    )
+    with pytest.raises(dc.WorkerError, match=said):
+        dc.MultiSyncDataCollector(["CartPole-v1", "Acrobot-v1"], frames_per_batch=40).next()
