@@ -86,10 +86,10 @@ def one_more(run: Callable[[int], object], few: int, many: int, threads: str = "
 @pytest.mark.parametrize(
     ("num_envs", "returns", "expected", "operations"),
     [
-        (1, "tensor", Work(12, 8, 509), 4),
-        (16, "tensor", Work(12, 7, 1197), 4),
-        (1, "distribution", Work(17, 11, 680), 16),
-        (16, "distribution", Work(17, 11, 1371), 16),
+        (1, "tensor", Work(15, 10, 566), 4),
+        (16, "tensor", Work(15, 9, 1255), 4),
+        (1, "distribution", Work(20, 13, 752), 16),
+        (16, "distribution", Work(20, 13, 1442), 16),
     ],
 )
 def test_a_step_in_this_process(
