@@ -62,7 +62,7 @@ class Inputs:
         self.num_envs = len(next(iter(observation.values())))
         self.tensors: Tensors = {}
         self.updates: list[Callable[[], object]] = []
-        self._counted: list[tuple[torch.Tensor, int]] = []  # each one, and its memory
+        self._memories: list[int] = []  # of each one
         self._normalizer = normalizer
         self._normalized: list[Key] = []
         if normalizer is not None:
@@ -90,11 +90,11 @@ class Inputs:
             else:
                 self.updates.append(partial(target.copy_, source))
             self.tensors[key] = target
-            self._counted.append((target, target.untyped_storage()._cdata))
+            self._memories.append(target.untyped_storage()._cdata)
 
     def users(self) -> list[int]:
         """Return how many refer to each input or its memory: more, once a policy keeps one."""
-        return [getrefcount(tensor) + _num_users(memory) for tensor, memory in self._counted]
+        return [*map(getrefcount, self.tensors.values()), *map(_num_users, self._memories)]
 
 
 def moved(policy: nn.Module, device: torch.device) -> nn.Module:

@@ -86,10 +86,10 @@ def one_more(run: Callable[[int], object], few: int, many: int, threads: str = "
 @pytest.mark.parametrize(
     ("num_envs", "returns", "expected", "operations"),
     [
-        (1, "tensor", Work(15, 10, 566), 4),
-        (16, "tensor", Work(15, 9, 1255), 4),
-        (1, "distribution", Work(20, 13, 752), 16),
-        (16, "distribution", Work(20, 13, 1442), 16),
+        (1, "tensor", Work(14, 8, 556), 4),
+        (16, "tensor", Work(13, 8, 1242), 4),
+        (1, "distribution", Work(19, 12, 744), 16),
+        (16, "distribution", Work(19, 12, 1436), 16),
     ],
 )
 def test_a_step_in_this_process(
