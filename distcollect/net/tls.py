@@ -276,7 +276,8 @@ def joining_tls(sock: Any) -> TlsSocket:
     context.verify_mode = ssl.CERT_NONE
     if authority := os.environ.get(_CA):
         context.verify_mode = ssl.CERT_REQUIRED
-        context.load_verify_locations(cadata=Path(authority).read_text())  # its error has the name
+        # Read here, as this error names the file; what stands beside certificates is ignored.
+        context.load_verify_locations(cadata=Path(authority).read_text("ascii", "ignore"))
     secured = TlsSocket(sock, context, is_trainer=False)
     try:
         secured.do_handshake()

@@ -76,10 +76,16 @@ def is_closed(sock: socket.socket) -> bool:
 
 
 def test_a_process_joins_and_messages_pass(
-    server: JoinServer, events: Recorder, connect: Connect, monkeypatch: pytest.MonkeyPatch
+    server: JoinServer,
+    events: Recorder,
+    connect: Connect,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
-    # The certificate is its own authority.
-    monkeypatch.setenv("DISTCOLLECT_TLS_CA", CERTIFICATE)
+    # The certificate is its own authority. A name may stand above it, as in bundles of systems.
+    authority = tmp_path / "authority.pem"
+    authority.write_bytes("# Autorité\n".encode("latin-1") + Path(CERTIFICATE).read_bytes())
+    monkeypatch.setenv("DISTCOLLECT_TLS_CA", str(authority))
     client = connect(server)
     assert client.join(hello(), TOKEN) == WELCOME
     connection = events.next("admitted")
