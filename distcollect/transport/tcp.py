@@ -85,8 +85,7 @@ class _Peer:
         self.connection.send_packet(Packet(number, question))
 
     def received(self, packet: Packet) -> None:
-        answer = self._open.pop(packet.number, None)
-        if answer is None:
+        if (answer := self._open.pop(packet.number, None)) is None:
             return
         try:
             outcome = packing.unpack(packet.parts)
@@ -96,7 +95,9 @@ class _Peer:
             self.pending.complete(answer, outcome)
 
     def ended(self) -> None:
-        self.pending.fail(self.peer)
+        # Not all answers of the peer: there may be a newer connection with it.
+        for answer in list(self._open.values()):
+            self.pending.complete(answer, error=peer_is_gone(self.peer))
 
     @property
     def is_seen_alive(self) -> bool:

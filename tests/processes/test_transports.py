@@ -95,6 +95,10 @@ def test_another_trainer_takes_a_rollout_by_a_connection_of_its_own(make: type[T
         # Its own trainer is not affected by what becomes of the connection.
         other.disconnect(peer)
         world.call(Service.echo)
+        for _ in range(30):  # nor the next connection by the end of the one before
+            other.connect(peer, address)
+            other.call(peer, Service.echo).result(SOON_S)
+            other.disconnect(peer)
         other.connect(peer, address)
         owed = other.call(peer, Service.later, "never")
         other.call(peer, Service.echo).result(SOON_S)

@@ -85,7 +85,8 @@ def hand_over(collector):
     taken = []
     for _ in range(3):
         reference = collector.hand_over(SOON_S)
-        assert send(reference) == [reference.header.sequence, list(reference.policy_version)]
+        seen = [reference.header.sequence, list(reference.policy_version)]
+        assert (answer := send(reference)) == seen, answer
         wait_until(lambda: ledger().delivered == FRAMES * (len(taken) + 1))
         taken.append(reference.header.sequence)
     assert not ledger().lost
@@ -103,7 +104,7 @@ def hand_over(collector):
     assert "process has ended" in answer, answer
 
     reference = collector.hand_over(SOON_S)  # of the worker that replaced it
-    assert send(reference) == [0, list(reference.policy_version)]
+    assert (answer := send(reference)) == [0, list(reference.policy_version)], answer
     wait_until(lambda: ledger().delivered == FRAMES * 4)
     assert not received, "tensors came to the trainer that only handed them over"
     dist.send_object_list([None], dst=1)
