@@ -198,22 +198,34 @@ class Inference(_Settings):
     Attributes:
         where: "worker": each worker has a copy of its own. "host": one process on each host, the
             inference server, has the only copy and computes the actions of all workers there. They
-            hold no weights, and a push goes to the server alone. "auto": one of both, by what a
-            worker that is started for it measures: for each step of all envs, how long the policy
-            takes. Where a server can't be used, it is "worker".
+            hold no weights, and a push goes to the server alone. "rank": only the hosts of some
+            ranks of the launch have a server; workers on other hosts ask one of these over the
+            network, by connections that prove the run's token, and are encrypted where the
+            trainer's are. "auto": "worker" or "host", by what a worker that is started for it
+            measures: for each step of all envs, how long the policy takes. Where a server can't be
+            used, it is "worker".
         batch_size: the most envs in a forward pass of a server; after ``set_seed`` each pass is
             padded to so many, so that results repeat. None: all envs of the run.
         num_threads: of a server on a CPU; None: one for each core of its host that the workers
             leave, at least one. If their envs sleep or wait, give it more.
+        ranks: with "rank": these, from 1 (rank 0 is the trainer's). A rank has its worker too,
+            worker ``rank - 1``.
     """
 
     where: str = "host"
     batch_size: int | None = None
     num_threads: int | None = None
+    ranks: Sequence[int] = ()
 
     def __post_init__(self) -> None:
+        places = ("worker", "host", "rank", "auto")
+        self._check("where", self.where in places, "use 'worker', 'host', 'rank' or 'auto'")
+        ranks = [] if isinstance(self.ranks, str) else [*self.ranks]
+        are_ranks = all(isinstance(rank, int) and rank > 0 for rank in ranks)
         self._check(
-            "where", self.where in ("worker", "host", "auto"), "use 'worker', 'host' or 'auto'"
+            "ranks",
+            are_ranks and bool(ranks) == (self.where == "rank"),
+            "name ranks of the launch, from 1, with where='rank', and none without",
         )
         for name in ("batch_size", "num_threads"):
             if getattr(self, name) is not None:

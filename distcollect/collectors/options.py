@@ -478,7 +478,7 @@ class WorkerOptions(CollectorOptions):
         # These check what they are made from.
         _ = self.num_collecting, self.updater, self.transport_name
         validation.check_excluded(self.weight_options.exclude, self.policy, self.named_models)
-        if self.inference is not None and self.inference.where == "host":
+        if self.inference is not None and self.inference.where in ("host", "rank"):
             serving.check(self)
         if not load("rounding of frames")(self.makers):
             validation.num_steps(self, self.envs_per_worker)
@@ -533,7 +533,12 @@ class WorkerOptions(CollectorOptions):
     @property
     def has_servers(self) -> bool:
         """True if workers ask inference servers."""
-        return self.chosen_inference[0] == "host"
+        return self.chosen_inference[0] in ("host", "rank")
+
+    @property
+    def server_ranks(self) -> tuple[int, ...] | None:
+        """The ranks whose hosts have inference servers; empty: all hosts. None: there are none."""
+        return tuple(self.inference.ranks) if self.inference and self.has_servers else None
 
     @cached_property
     def chosen_inference(self) -> tuple[str, str]:

@@ -48,6 +48,14 @@ def check(options: WorkerOptions) -> None:
     for wanted, is_there in missing.items():
         if not is_there:
             raise ArgumentError(f"inference={options.inference} needs {wanted}")
+    launch = None if options.is_local or options.placer is not None else current()
+    ranks = options.inference.ranks if options.inference else ()
+    if ranks and (launch is None or max(ranks) > options.num_collecting):
+        has = "without a launch of ranks" if launch is None else f"{options.num_collecting} workers"
+        raise ArgumentError(
+            f"inference={options.inference}: {has} there is no such rank; use 'host', or ranks of "
+            "a launch by torchrun or srun whose workers collect"
+        )
 
 
 def chosen(options: WorkerOptions) -> tuple[str, str]:
@@ -105,6 +113,7 @@ def _serving(options: WorkerOptions) -> Serving:
         num_workers=options.num_collecting,
         batch_size=inference.batch_size,
         num_threads=inference.num_threads,
+        listens=inference.where == "rank",
     )
 
 

@@ -91,7 +91,7 @@ class WithWorkers(Backend):
             placer=options.placer,
             transport=options.transport_name,
             security=options.security,
-            has_servers=options.has_servers,
+            server_ranks=options.server_ranks,
         )
         if options.placer is not None:
             close_first_at_exit()

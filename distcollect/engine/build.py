@@ -83,7 +83,7 @@ def build_engine_for(
     """Like :func:`build_engine`, for envs that exist and a plan whose policy was made."""
     if envs.engine is not None and plan.link is not None:
         raise ArgumentError(
-            "inference=Inference('host') does not work with TorchRL's envs: leave out inference"
+            "inference servers do not work with TorchRL's envs: leave out inference="
         )
     kind: Any = Engine if envs.engine is None else load(envs.engine)
     engine: EngineBase = kind(envs, plan, traj_ids=traj_ids, shared=shared, counter=counter)

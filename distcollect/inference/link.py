@@ -1,14 +1,19 @@
-"""A worker's connections to the inference server of its host."""
+"""A worker's connections to its inference server, on its host or on another one."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
 import socket
 import time
-from collections.abc import Collection, Iterator
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
+from distcollect.common import tensor_cache
 from distcollect.common.step_counter import TASK, StepCounter, Task
 from distcollect.errors import DeadlineError
 from distcollect.inference import protocol
@@ -22,13 +27,16 @@ from distcollect.inference.protocol import (
     Serving,
     Status,
 )
+from distcollect.net.framing import Buffer, Packet
 from distcollect.policy.base import Woken
 from distcollect.policy.live_weights import LiveWeights
 from distcollect.rollout.spaces import Arrays, Leaf
+from distcollect.transport import packing
 from distcollect.transport.failure import Failure
+from distcollect.transport.peer_connection import PeerConnection
 
-# Between two attempts to reach a server that is being started.
-_RETRY_S = 0.02
+# Between two attempts to reach a server that is being started, on this host and on another one.
+_RETRY_S, _REMOTE_RETRY_S = 0.02, 0.2
 
 
 class ServerGone(Exception):
@@ -46,11 +54,17 @@ class Link:
         weights: their version is that of the last answer.
         least: no older policy_version may answer.
         server: the slot of the server; None before it has answered.
+        endpoint: where the server listens, if it is on another host.
+        token: of the run.
     """
 
-    def __init__(self, serving: Serving, worker_id: int, counter: StepCounter) -> None:
+    endpoint = ""
+
+    def __init__(
+        self, serving: Serving, worker_id: int, counter: StepCounter, token: str = ""
+    ) -> None:
         """Connect nowhere yet; ``counter`` says what the process does."""
-        self.serving, self.worker_id = serving, worker_id
+        self.serving, self.worker_id, self.token = serving, worker_id, token
         self.weights = LiveWeights(None)
         self.least = 0
         self.server: int | None = None
@@ -80,44 +94,24 @@ class Link:
         self._bell.close()
         self._ringer.close()
 
-    def connect(self, deadline: float) -> socket.socket:
+    def connect(self, caller: Caller, deadline: float) -> Connection:
         """Connect to the server, once it is there.
 
         Raises:
             DeadlineError: it did not start in time.
+            PolicyError: the policy can't be called with such observations.
             Woken: see :meth:`stop`.
         """
         while True:
-            connected = protocol.open_socket()
-            try:
-                connected.connect(self.serving.address)
-            except OSError:
-                connected.close()
-            else:
-                if protocol.is_same_user(connected):
-                    return connected
-                connected.close()
+            kind, pause_s = Connection, _RETRY_S
+            if self.endpoint:
+                kind, pause_s = RemoteConnection, _REMOTE_RETRY_S
+            with contextlib.suppress(ServerGone):
+                return kind(self, caller, deadline)
             # Nothing tells when a process takes the name of the socket.
-            self.wait(None, min(deadline, time.monotonic() + _RETRY_S), may_wake=False)
+            self.wait(None, min(deadline, time.monotonic() + pause_s), may_wake=False)
             if time.monotonic() >= deadline:
-                raise self._late()
-
-    def answer(
-        self, connected: socket.socket, deadline: float, *, may_wake: bool
-    ) -> tuple[Answer, list[int]]:
-        """Wait for the next answer of a connection; and the descriptors that came with it.
-
-        Raises:
-            ServerGone: the server has ended.
-            DeadlineError: there was none in time.
-            Woken: see :meth:`stop`, and if it ``may_wake`` :meth:`ring`.
-        """
-        if not self.wait(connected, deadline, may_wake=may_wake):
-            raise self._late()
-        found = protocol.receive_answer(connected)
-        if found is None:
-            raise ServerGone
-        return found
+                raise self.late()
 
     def wait(self, connected: socket.socket | None, deadline: float, *, may_wake: bool) -> bool:
         """Wait until there is something to receive; False: not in time.
@@ -155,9 +149,9 @@ class Link:
             for counter, task in zip(self._counters, before, strict=True):
                 counter.cells[TASK] = task
 
-    def _late(self) -> DeadlineError:
+    def late(self) -> DeadlineError:
         return DeadlineError(
-            f"the inference server of this host did not answer within {self.serving.timeout_s:g} s:"
+            f"the inference server did not answer within {self.serving.timeout_s:g} s:"
             " see what the trainer logged about it; Faults(start_timeout_s=..., "
             "step_timeout_s=...) gives longer"
         )
@@ -180,16 +174,17 @@ class Connection:
         """Connect, and say hello.
 
         Raises:
-            ServerGone, DeadlineError, Woken: see :class:`Link`.
-            PolicyError: the policy can't be called with such observations.
+            ServerGone: it is not there, or has ended.
+            DeadlineError, Woken, PolicyError: see :meth:`Link.connect`.
         """
         self._link = link
         self._number = 0
         self._num_rows, self._observation = caller.num_rows, caller.observation
+        self.inputs = {}
         self.outputs: Arrays | None = None
         self.extras: tuple[Leaf, ...] = ()
         self._answers: dict[int, tuple[Answer, Failure | None]] = {}  # by number
-        self._socket = link.connect(deadline)
+        self._open()
         try:
             self.receive(self.send(Kind.HELLO, content=caller), deadline, may_wake=False)
         except BaseException:
@@ -206,10 +201,7 @@ class Connection:
         """
         self._number += 1
         request = Request(kind, self._number, first, num_rows, self._link.least, drawn)
-        try:
-            protocol.send_request(self._socket, request, content)
-        except ConnectionError:
-            raise ServerGone from None
+        self._send(request, content)
         return self._number
 
     def receive(
@@ -228,12 +220,9 @@ class Connection:
             PolicyError: the policy raised.
         """
         while number not in self._answers:
-            answer, fds = self._link.answer(self._socket, deadline, may_wake=may_wake)
-            failure = None
-            if answer.status == Status.FAILED:
-                failure = protocol.unpacked(*fds)
-            elif fds:
-                self._map(*fds)
+            if not self._link.wait(self._socket, deadline, may_wake=may_wake):
+                raise self._link.late()
+            answer, failure = self._receive()
             self._answers[answer.number] = answer, failure
         answer, failure = self._answers[number]
         self._answers = {n: each for n, each in self._answers.items() if n in others}
@@ -241,24 +230,114 @@ class Connection:
             raise failure.passed_on()
         return answer
 
-    def _map(self, content: int, memory: int) -> None:
-        """Map the memory that came with an answer: of the inputs first, then of the outputs."""
+    def close(self) -> None:
+        """Ask for nothing more."""
+        self._socket.close()
+
+    def _open(self) -> None:
+        self._socket = protocol.open_socket()
         try:
-            told = protocol.unpacked(content)
-        except BaseException:
-            os.close(memory)
-            raise
+            self._socket.connect(self._link.serving.address)
+            is_safe = protocol.is_same_user(self._socket)
+        except OSError:
+            is_safe = False
+        if not is_safe:
+            self._socket.close()
+            raise ServerGone
+
+    def _send(self, request: Request, content: object) -> None:
+        try:
+            protocol.send_request(self._socket, request, content)
+        except ConnectionError:
+            raise ServerGone from None
+
+    def _receive(self) -> tuple[Answer, Failure | None]:
+        """The next answer, and why it failed."""
+        found = protocol.receive_answer(self._socket)
+        if found is None:
+            raise ServerGone
+        answer, fds = found
+        if answer.status == Status.FAILED:
+            return answer, protocol.unpacked(*fds)
+        if fds:
+            content, memory = fds
+            try:
+                told = protocol.unpacked(content)
+            except BaseException:
+                os.close(memory)
+                raise
+            self._learn(told, partial(protocol.map_memory, memory))
+        return answer, None
+
+    def _learn(
+        self, told: Served | tuple[Any, Any], arrays: Callable[[Iterable[Leaf], int], Arrays]
+    ) -> None:
+        """Take what the server has said, with ``arrays`` for it: the inputs, then the outputs."""
         if isinstance(told, Served):
             self.served = told
             self._link.server = told.worker_id
             self._link.weights.layout = told.weights
-            leaves = (*self._observation, STREAM, *told.inputs)
-            self.inputs = protocol.map_memory(memory, leaves, self._num_rows)
+            self.inputs = arrays((*self._observation, STREAM, *told.inputs), self._num_rows)
         else:
             action, self.extras = told
             leaves = (*action, *self.extras, *(self.served.state or ()))
-            self.outputs = protocol.map_memory(memory, leaves, self._num_rows)
+            self.outputs = arrays(leaves, self._num_rows)
+
+
+class RemoteConnection(Connection):
+    """A connection to a server on another host: what the rows hold is sent.
+
+    It gets the packets of its :class:`PeerConnection`, on the thread of that.
+    """
+
+    allocate = staticmethod(tensor_cache.block)
+
+    def _open(self) -> None:
+        # In place of a socket, what tells that something has arrived.
+        self._socket, self._waker = socket.socketpair()
+        self._arrived: deque[Sequence[Buffer] | None] = deque()
+        name = f"worker {self._link.worker_id}, which asks an inference server,"
+        link = self._link
+        self._peer = PeerConnection(link.endpoint, link.token, name, logging.DEBUG)
+        self._peer.carry(self)
+
+    def received(self, packet: Packet) -> None:
+        self._arrived.append(packet.parts)
+        self._wake()
+
+    def ended(self) -> None:
+        self._arrived.append(None)
+        self._wake()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):  # it was closed
+            self._waker.send(b"!")
 
     def close(self) -> None:
-        """Ask for nothing more."""
+        self._peer.carry(None)
         self._socket.close()
+        self._waker.close()
+
+    def _send(self, request: Request, content: object) -> None:
+        rows = slice(request.first, request.first + request.num_rows)
+        # Copied, as they are on their way for longer than this call.
+        arrays = [array[rows].copy() for array in self.inputs.values()]
+        try:
+            self._peer.send_packet(Packet(0, packing.pack((request, content, arrays))))
+        except OSError:
+            raise ServerGone from None
+
+    def _receive(self) -> tuple[Answer, Failure | None]:
+        self._socket.recv(1)
+        if (parts := self._arrived.popleft()) is None:
+            raise ServerGone
+        request, answer, content, results = packing.unpack(parts)
+        if answer.status == Status.FAILED:
+            return answer, content
+        if content is not None:
+            self._learn(content, protocol.own_arrays)
+        arrays = self.outputs if request.kind == Kind.CHOOSE else self.inputs
+        rows = slice(request.first, request.first + request.num_rows)
+        for array, result in zip((arrays or {}).values(), results, strict=bool(results)):
+            array[rows] = result
+        return answer, None

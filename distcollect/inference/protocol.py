@@ -1,6 +1,7 @@
-"""What a worker and the inference server of its host say to each other.
+"""What a worker and an inference server say to each other.
 
-They have a Unix socket, whose messages are small and keep their bounds, and memory that both map::
+On one host they have a Unix socket, whose messages are small and keep their bounds, and memory that
+both map::
 
     worker                                  server
     HELLO (spaces, rows)      ─────────▶
@@ -12,6 +13,9 @@ A request reads the rows that the worker has written to the memory before, and i
 the results lie there. The server keeps nothing from one request to the next: observation, state of
 a recurrent policy and random numbers of each row come with it. So a request can be sent again, to
 the process that replaces a server.
+
+Between hosts the same messages are packets of a connection that has proven the run's token, and a
+request's rows, and its results, are in them.
 
 The socket has an abstract name, the same for every server in a slot: it needs no file, and is free
 again when the process ends, however that happens. Either side learns of the other's end by it.
@@ -54,6 +58,7 @@ class Serving:
         name: of the socket.
         timeout_s: how long a worker waits for an answer, while the server may be replaced.
         is_server: the process is the server; else it is served.
+        listens: workers of other hosts ask the server, too.
         is_trial: it is neither, but measures what a server would gain, see :mod:`.trial`.
         num_workers: how many workers the run has, on all hosts.
         batch_size: see :class:`~distcollect.Inference`.
@@ -63,6 +68,7 @@ class Serving:
     name: str
     timeout_s: float
     is_server: bool = False
+    listens: bool = False
     is_trial: bool = False
     num_workers: int = 1
     batch_size: int | None = None
@@ -271,6 +277,11 @@ def make_memory(leaves: Iterable[Leaf], num_rows: int) -> tuple[int, Arrays]:
     fd = memory_file("distcollect-rows")
     os.ftruncate(fd, _places(leaves, num_rows)[1])
     return fd, _arrays(fd, leaves, num_rows)
+
+
+def own_arrays(leaves: Iterable[Leaf], num_rows: int) -> Arrays:
+    """The same arrays in memory of this process alone."""
+    return {leaf.key: leaf.zeros(num_rows) for leaf in leaves}
 
 
 def map_memory(fd: int, leaves: Iterable[Leaf], num_rows: int) -> Arrays:

@@ -231,9 +231,8 @@ class RemotePolicy(Policy):
 
     def _connected(self, deadline: float) -> Connection:
         """The connection, or one to the server that took the place of another."""
-        while self._connection is None:
-            with contextlib.suppress(ServerGone):
-                self._connection = Connection(self.link, self._caller, deadline)
+        if self._connection is None:
+            self._connection = self.link.connect(self._caller, deadline)
         return self._connection
 
     def _deadline(self) -> float:

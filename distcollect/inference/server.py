@@ -1,4 +1,4 @@
-"""An inference server: computes the actions of all workers on its host, on its main thread.
+"""An inference server: computes the actions of all its workers, on its main thread.
 
 Weights arrive on another thread. They are swapped in between two forward passes only, so all rows
 of one pass have actions of the same version.
@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from distcollect.common import tensor_cache
 from distcollect.common.clock import clock_ns
 from distcollect.common.step_counter import StepCounter, Task
 from distcollect.inference import protocol
@@ -34,12 +35,15 @@ from distcollect.inference.protocol import (
     Serving,
     Status,
 )
+from distcollect.net.framing import Packet
+from distcollect.net.server import Connection
 from distcollect.policy.base import Exploration
 from distcollect.policy.live_weights import LiveWeights
 from distcollect.policy.per_env_rng import PerEnvRng
 from distcollect.policy.recurrent import IS_INIT
 from distcollect.policy.user import UserPolicy
 from distcollect.rollout.spaces import Arrays, leaves_of
+from distcollect.transport import packing
 from distcollect.transport.failure import Failure
 
 # For the server before this one to give the socket's name back.
@@ -87,7 +91,7 @@ class _Client:
     """A connected worker.
 
     Attributes:
-        socket: to it.
+        socket: to it; None: it is on another host.
         group: what it belongs to; known from its hello on.
         num_rows: of its memory.
         place: of its first row in a forward pass after a seed. Where a row stands may change the
@@ -97,7 +101,7 @@ class _Client:
         halves: the first rows of its requests for actions.
     """
 
-    socket: socket.socket
+    socket: socket.socket | None = None
     group: _Group = field(init=False)
     num_rows: int = 0
     place: int = 0
@@ -105,6 +109,49 @@ class _Client:
     outputs: Arrays | None = None
     untold: tuple[object, int] | None = None
     halves: set[int] = field(default_factory=set)
+
+    def answer(
+        self, request: Request, answer: Answer, content: object = None, memory: int | None = None
+    ) -> None:
+        """Send an answer.
+
+        Raises:
+            OSError: the worker has ended.
+        """
+        assert self.socket is not None
+        protocol.send_answer(self.socket, answer, content, memory)
+
+
+@dataclass(eq=False)
+class _RemoteClient(_Client):
+    """A worker on another host. It gets the packets of its connection, on the thread of that.
+
+    Attributes:
+        connection: with it.
+        server: that it asks.
+    """
+
+    connection: Connection = field(kw_only=True)
+    server: InferenceServer = field(kw_only=True)
+
+    allocate = staticmethod(tensor_cache.block)
+
+    def received(self, packet: Packet) -> None:
+        self.server.post(partial(self.server.receive_packet, self, packet))
+
+    def ended(self) -> None:
+        self.server.post(partial(self.server.part, self))
+
+    def answer(
+        self, request: Request, answer: Answer, content: object = None, memory: int | None = None
+    ) -> None:
+        arrays: Arrays = {}
+        if answer.status == Status.DONE:
+            arrays = (self.outputs or {}) if request.kind == Kind.CHOOSE else self.inputs
+        rows = slice(request.first, request.first + request.num_rows)
+        # Copied, as they are on their way for longer than this call.
+        results = [array[rows].copy() for array in arrays.values()]
+        self.connection.send_packet(Packet(0, packing.pack((request, answer, content, results))))
 
 
 @dataclass(frozen=True)
@@ -127,7 +174,7 @@ class _Waiting:
 
 
 class InferenceServer:
-    """Serves the workers of a host. Its thread calls :meth:`serve`, others may :meth:`ring`."""
+    """Serves workers. Its thread calls :meth:`serve`, others :meth:`ring` and :meth:`post`."""
 
     def __init__(
         self,
@@ -154,7 +201,7 @@ class InferenceServer:
         """
         self._serving, self._policy, self._weights = serving, policy, weights
         self._counter, self._worker_id, self._num_cores = counter, worker_id, num_cores
-        self._served: set[int] = set()  # the ids of all workers that have been here
+        self._served: set[int] = set()  # the ids of all workers of this host that have been here
         self._groups: list[_Group] = []
         self._clients: set[_Client] = set()
         # By client and first row, the oldest first.
@@ -167,17 +214,28 @@ class InferenceServer:
         self._listening = _listen(serving.address)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listening, selectors.EVENT_READ, self._accept)
-        self._selector.register(self._bell, selectors.EVENT_READ, lambda: self._bell.recv(4096))
+        self._selector.register(self._bell, selectors.EVENT_READ, self._hear)
+        self._posted: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
 
     def ring(self) -> None:
         """There are jobs to do, or new weights."""
         with contextlib.suppress(OSError):  # it is full, or it was closed
             self._ringer.send(b"!")
 
+    def post(self, work: Callable[[], object]) -> None:
+        """Have the thread that serves do this next."""
+        self._posted.put(work)
+        self.ring()
+
+    def _hear(self) -> None:
+        self._bell.recv(4096)
+        while not self._posted.empty():
+            self._posted.get()()
+
     def close(self) -> None:
         """Take leave of all workers."""
         for client in list(self._clients):
-            self._part(client)
+            self.part(client)
         self._selector.close()
         for each in (self._listening, self._bell, self._ringer):
             each.close()
@@ -221,23 +279,41 @@ class InferenceServer:
         self._clients.add(client)
         self._selector.register(connected, selectors.EVENT_READ, partial(self._receive, client))
 
-    def _part(self, client: _Client) -> None:
+    def meet(self, connection: Connection) -> None:
+        """Take a connection with a worker on another host; on any thread."""
+        connection.carry(_RemoteClient(connection=connection, server=self))
+
+    def part(self, client: _Client) -> None:
+        """A worker has ended, or is to."""
         self._clients.discard(client)
         for first in client.halves:
             self._batching.gone((client, first))
             self._waiting.pop((client, first), None)
-        self._selector.unregister(client.socket)
-        client.socket.close()
+        if client.socket is not None:
+            self._selector.unregister(client.socket)
+            client.socket.close()
 
     def _receive(self, client: _Client) -> None:
+        assert client.socket is not None
         found = protocol.receive_request(client.socket)
         if found is None:
-            self._part(client)
-            return
-        request, fds = found
+            self.part(client)
+        else:
+            request, fds = found
+            self._handle(client, request, lambda: protocol.unpacked(*fds))
+
+    def receive_packet(self, client: _Client, packet: Packet) -> None:
+        """Handle the request of a worker on another host."""
+        request, caller, arrays = packing.unpack(packet.parts)
+        rows = slice(request.first, request.first + request.num_rows)
+        for array, sent in zip(client.inputs.values(), arrays, strict=True):
+            array[rows] = sent
+        self._handle(client, request, lambda: caller)
+
+    def _handle(self, client: _Client, request: Request, caller: Callable[[], Caller]) -> None:
         try:
             if request.kind == Kind.HELLO:
-                self._meet(client, request, protocol.unpacked(*fds))
+                self._meet(client, request, caller())
             elif request.kind == Kind.BEGIN:
                 self._begin(client, request)
             else:
@@ -271,14 +347,15 @@ class InferenceServer:
             has_is_init, at_root = IS_INIT in state.leaves, tuple(state.at_root)
             served = replace(served, state=state.entries, has_is_init=has_is_init, at_root=at_root)
         client.group, client.num_rows = group, caller.num_rows
-        self._served.add(caller.worker_id)
+        if client.socket is not None:
+            self._served.add(caller.worker_id)
         num_free = self._num_cores - len(self._served)
         torch.set_num_threads(self._serving.num_threads or max(1, num_free))
         client.place = caller.worker_id % (group.most // caller.num_rows) * caller.num_rows
         leaves = (*caller.observation, STREAM, *served.inputs)
         memory, client.inputs = protocol.make_memory(leaves, caller.num_rows)
         try:
-            self._answer(client, Answer(Status.DONE, request.number), served, memory)
+            self._answer(client, request, Answer(Status.DONE, request.number), served, memory)
         finally:
             os.close(memory)
 
@@ -295,17 +372,23 @@ class InferenceServer:
         for leaf in policy.state.entries:
             client.inputs[leaf.key][:] = policy.state.arrays[leaf.key]
         drawn = -1 if rng is None else rng.num_drawn
-        self._answer(client, Answer(Status.DONE, request.number, self._weights.version, drawn))
+        answer = Answer(Status.DONE, request.number, self._weights.version, drawn)
+        self._answer(client, request, answer)
 
     def _answer(
-        self, client: _Client, answer: Answer, content: object = None, memory: int | None = None
+        self,
+        client: _Client,
+        request: Request,
+        answer: Answer,
+        content: object = None,
+        memory: int | None = None,
     ) -> None:
         with contextlib.suppress(OSError):  # it has ended: that is received, too
-            protocol.send_answer(client.socket, answer, content, memory)
+            client.answer(request, answer, content, memory)
 
     def _fail(self, client: _Client, request: Request, error: Exception) -> None:
         failure = Failure.of(error, self._worker_id)
-        self._answer(client, Answer(Status.FAILED, request.number), failure)
+        self._answer(client, request, Answer(Status.FAILED, request.number), failure)
 
     # Forward passes.
 
@@ -331,7 +414,7 @@ class InferenceServer:
                     Status.DONE, number, version, drawn, queued, took, num_rows, num_computed
                 )
                 leaves, memory = each.client.untold or (None, None)
-                self._answer(each.client, answer, leaves, memory)
+                self._answer(each.client, each.request, answer, leaves, memory)
                 if memory is not None:
                     os.close(memory)
                     each.client.untold = None

@@ -199,7 +199,7 @@ class WorkerHosts(JoinServerEvents):
         host, pin = Host.inspect(), may_pin(os.environ)
         self._placements = [choose(host, i, num_local, may_pin=pin) for i in range(num_local)]
         self._num_wanted = 0
-        self._has_servers = False
+        self._server_ranks: Collection[int] | None = None
         self._networks: list[str] = []  # of the hosts that had workers, in the order of their slots
         self._is_in_use = False
         self._events = HostEvents()
@@ -267,7 +267,12 @@ class WorkerHosts(JoinServerEvents):
             self._is_in_use = True
 
     def attach(
-        self, events: HostEvents, num_workers: int, timeout_s: float, *, has_servers: bool = False
+        self,
+        events: HostEvents,
+        num_workers: int,
+        timeout_s: float,
+        *,
+        server_ranks: Collection[int] | None = None,
     ) -> None:
         """Serve one collector: report to ``events``. Wait until its slots can be used.
 
@@ -275,17 +280,18 @@ class WorkerHosts(JoinServerEvents):
             events: see above.
             num_workers: slots, from 0, that are needed.
             timeout_s: for the ranks of the launch to join.
-            has_servers: open a slot for an inference server on each host that has workers.
+            server_ranks: open a slot for an inference server on the hosts of these ranks; empty: on
+                each host that has workers. None: on no host.
 
         Raises:
             DeadlineError: ranks of the launch did not join in time.
         """
         self._num_wanted = num_workers
         self._events = events
-        self._has_servers = has_servers
+        self._server_ranks = server_ranks
         if self._num_local:
             self._local = LocalProcesses(events)
-            self._open_server(own_network())
+            self._open_server(own_network(), None)
 
         def missing() -> list[int]:
             awaited = range(self._num_local, num_workers)
@@ -306,7 +312,7 @@ class WorkerHosts(JoinServerEvents):
                 )
             wanted = {w: each for w, each in self._supervisors.items() if self._is_wanted(w)}
         for worker_id, supervisor in wanted.items():
-            self._open_server(supervisor.network)
+            self._open_server(supervisor.network, supervisor.rank)
             if worker_id < num_workers:
                 continue
             events.slot_opened(worker_id)
@@ -316,10 +322,24 @@ class WorkerHosts(JoinServerEvents):
                 self._trainer, num_expected, lambda: self.supervised, events.slot_given_up
             )
 
-    def _open_server(self, network: str) -> None:
-        """A host has workers: it gets a server."""
-        if self._has_servers:
+    def _open_server(self, network: str, rank: int | None) -> None:
+        """A host has workers: it gets a server, unless other ranks' hosts have them."""
+        ranks = self._server_ranks
+        if ranks is not None and (not ranks or rank in ranks):
             self._events.slot_opened(self._server_of(network))
+
+    def remote_server(self, worker_id: int) -> int | None:
+        """The slot of the inference server on another host that a worker asks; None: of its own."""
+        with self._lock:
+            ranks = [s for _, s in sorted(self._supervisors.items()) if self._serves(s)]
+            networks = list(dict.fromkeys(supervisor.network for supervisor in ranks))
+            own = self._supervisors.get(worker_id)
+            if not networks or own is None or own.network in networks:
+                return None
+            return self._server_of(networks[worker_id % len(networks)])
+
+    def _serves(self, supervisor: _Supervisor) -> bool:
+        return supervisor.rank in (self._server_ranks or ())
 
     def _server_of(self, network: str) -> int:
         """The slot of a host's server."""
@@ -397,7 +417,7 @@ class WorkerHosts(JoinServerEvents):
     def detach(self) -> None:
         """The collector is closed, another one may come; without a launch the supervisors end."""
         self._events = HostEvents()
-        self._has_servers = False
+        self._server_ranks = None
         self._local = None
         with self._lock:
             for supervisor in self._supervisors.values():
@@ -456,7 +476,7 @@ class WorkerHosts(JoinServerEvents):
         if before is not None:
             self._is_gone(worker_id, before)
         if self._is_wanted(worker_id):
-            self._open_server(network)
+            self._open_server(network, rank)
             self._events.slot_opened(worker_id)
         return None
 
@@ -509,10 +529,12 @@ class WorkerHosts(JoinServerEvents):
         gone = ProcessExit(-1, 0, "the supervisor that started it is gone")
         for server, incarnation in filter(lambda key: is_server(key[0]), supervisor.running):
             self._events.exited(server, incarnation, gone)
+        if self._server_ranks is None or (self._server_ranks and not self._serves(supervisor)):
+            return
         server = self._server_of(supervisor.network)
         with self._lock:
             has_starter = self._is_local(server) or self._supervisor_for(server) is not None
-        if self._has_servers and not has_starter:
+        if not has_starter:
             self._events.slot_closed(server)
 
     def _slot_of(self, connection: Connection) -> int | None:

@@ -90,7 +90,7 @@ class Publisher:
             if its_workers.intersection(selected) and not its_workers.issubset(selected):
                 raise ArgumentError(
                     f"worker_ids={sorted(selected)}: workers {sorted(its_workers)} have one policy,"
-                    " in the inference server of their host: name all of them, or none"
+                    " in one inference server: name all of them, or none"
                 )
 
     def _publish(self, source: Weights | None, worker_ids: Sequence[int]) -> PushHandle | None:

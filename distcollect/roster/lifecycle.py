@@ -55,7 +55,8 @@ from distcollect.roster.interfaces import MembershipObserver
 from distcollect.roster.membership import PRESENT, Membership, MembershipCommand, Ping, Start
 from distcollect.roster.plans import PlanSender
 from distcollect.roster.posted import posted
-from distcollect.roster.process import Process, ProcessKey, difference, message_of
+from distcollect.roster.process import Process, ProcessKey, message_of, mismatch
+from distcollect.roster.remote_servers import name_servers
 from distcollect.roster.start_report import start_report
 from distcollect.roster.status import Status
 from distcollect.roster.worker_ends import WorkerEnd
@@ -118,12 +119,8 @@ class Lifecycle(HostEvents):
         self._end_launch = end_launch
         self._collector = collector
         self._plan_sender = PlanSender(transport, post)
-        self._membership = Membership(
-            faults.silence_timeout_s,
-            faults.start_timeout_s,
-            faults.max_restarts,
-            faults.restart_pause_s,
-        )
+        timeouts_s = faults.silence_timeout_s, faults.start_timeout_s
+        self._membership = Membership(*timeouts_s, faults.max_restarts, faults.restart_pause_s)
         self._observer = MembershipObserver()
         self._is_observed = False
         self._deaths: dict[int, str] = {}
@@ -131,6 +128,7 @@ class Lifecycle(HostEvents):
         self._given_up: dict[int, str] = {}
         self._answered: deque[ProcessKey] = deque()  # processes that answered a ping
         self.processes: dict[ProcessKey, Process] = {}
+        self._name_servers = partial(name_servers, hosts, transport, self.processes)
         self.gpus: dict[int, str] = {}
         for worker_id in range(num_first):
             self._membership.open(worker_id, time.monotonic())
@@ -274,6 +272,7 @@ class Lifecycle(HostEvents):
         if self._status.is_stopping or not self._membership.joined(*process.key):
             return
         self._transport.connect(process.peer, message.address, process.connection)
+        self._name_servers([process])
         plan = self._plan_for(process.worker_id)
         self._plan_sender.send(process.peer, plan, partial(self._probed, process))
 
@@ -284,11 +283,8 @@ class Lifecycle(HostEvents):
             self._fail_process(process, error)
             return
         info = answer.result()
-        others = [each for each in self._status.worker_infos.values() if each.layout is not None]
-        first = next(iter(others), info) if info.layout is not None else info
-        if (info.layout, info.weights) != (first.layout, first.weights):
-            message = f"its frames or weights differ from the others': {difference(info, first)}"
-            self._fail_process(process, PolicyError(message, worker_id=process.worker_id))
+        if mismatched := mismatch(info, self._status.worker_infos.values()):
+            self._fail_process(process, PolicyError(mismatched, worker_id=process.worker_id))
             return
         if not self._membership.ready(*process.key, time.monotonic()):
             return
@@ -302,6 +298,8 @@ class Lifecycle(HostEvents):
         if self._is_observed:
             log.info("%s is ready%s", self._name(process.worker_id), process.where)
         self._observer.join(*process.key, process.peer, info.server)
+        if info.endpoint:
+            self._name_servers(self.processes.values())
 
     @posted
     def observe(self, observer: MembershipObserver) -> None:

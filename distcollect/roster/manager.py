@@ -8,7 +8,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from functools import partial
 
@@ -72,7 +72,7 @@ class Workers:
         placer: PlacerSettings | None = None,
         transport: str = "rpc",
         security: str | None = None,
-        has_servers: bool = False,
+        server_ranks: Collection[int] | None = None,
     ) -> None:
         """Start the workers, and wait until all have joined and were probed.
 
@@ -85,7 +85,8 @@ class Workers:
             placer: a scheduler that starts them.
             transport: the name of the transport.
             security: see :func:`~distcollect.net.tls.check_security`.
-            has_servers: start an inference server on each host that has workers.
+            server_ranks: start an inference server on the hosts of these ranks; empty: on each host
+                that has workers. None: on no host.
 
         Raises:
             ArgumentError: the launch has fewer workers.
@@ -135,7 +136,7 @@ class Workers:
         self._steps = self._stop_steps()
         try:
             self._hosts.attach(
-                self._lifecycle, count, faults.start_timeout_s, has_servers=has_servers
+                self._lifecycle, count, faults.start_timeout_s, server_ranks=server_ranks
             )
             self._thread.start()
             self._await_start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from distcollect.common.process_exit import ProcessExit
@@ -101,6 +102,15 @@ class Process:
 def message_of(error: DistCollectError) -> str:
     """An error's text without the worker that it names."""
     return error.message if isinstance(error, WorkerError) else str(error)
+
+
+def mismatch(info: WorkerInfo, others: Iterable[WorkerInfo]) -> str:
+    """What a worker's frames and weights have instead of those of others; "" if they are equal."""
+    collecting = (each for each in others if each.layout is not None)
+    first = next(collecting, info) if info.layout is not None else info
+    if (info.layout, info.weights) == (first.layout, first.weights):
+        return ""
+    return f"its frames or weights differ from the others': {difference(info, first)}"
 
 
 def difference(one: WorkerInfo, other: WorkerInfo) -> str:

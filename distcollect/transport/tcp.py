@@ -36,16 +36,17 @@ from distcollect.rollout.header import Header
 from distcollect.rollout.layout import Tensors
 from distcollect.transport import packing
 from distcollect.transport.copying import PeerMemory
+from distcollect.transport.peer_connection import PeerConnection
 from distcollect.transport.peer_transport import PeerTransport
 from distcollect.transport.pending_answers import PendingAnswer, PendingAnswers, peer_is_gone
 from distcollect.transport.protocol import CollectRequest, Deliver, Offer
-from distcollect.transport.tcp_handover import OthersWorker
 from distcollect.transport.tcp_server import Question
 from distcollect.transport.worker_service import WorkerService
 
 # A rollout comes along with its header up to the first, but no more than the second if all workers
 # send one at the same time. To fetch it would take about as long as to send so much.
 _INLINE_BYTES, _INLINE_BYTES_OF_ALL = 1 << 20, 64 << 20
+_NAME = "this trainer, which takes a rollout over from a worker of another one,"
 # In /proc/PID/stat: stopped, also by a debugger, or ended.
 _NOT_ALIVE = frozenset("TtZX")
 
@@ -64,7 +65,7 @@ class _Peer:
 
     peer: int
     address: PeerAddress
-    connection: Connection | OthersWorker
+    connection: Connection | PeerConnection
     pending: PendingAnswers
 
     def __post_init__(self) -> None:
@@ -129,7 +130,7 @@ class TcpTransport(PeerTransport[_Peer]):
         with self._lock:
             if peer in self._peers or self._is_closed or not (connection or address.endpoint):
                 return
-            by = connection or OthersWorker(address.endpoint, self._token)
+            by = connection or PeerConnection(address.endpoint, self._token, _NAME)
             known = self._peers[peer] = _Peer(peer, address, by, self._pending)
         by.carry(known)
 

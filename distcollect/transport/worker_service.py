@@ -31,6 +31,7 @@ class WorkerInfo:
         cores: those that workers may keep busy there; empty if unknown.
         server: the slot of the inference server that has its policy; None: it has its own.
         forward_s: what :func:`.trial.forward_s` has measured; None: that was not asked for.
+        endpoint: where workers of other hosts reach this inference server; "": nowhere.
     """
 
     layout: Layout | None
@@ -40,6 +41,7 @@ class WorkerInfo:
     cores: tuple[int, ...] = ()
     server: int | None = None
     forward_s: tuple[float, float] | None = None
+    endpoint: str = ""
 
 
 @dataclass(frozen=True)
@@ -162,6 +164,9 @@ class WorkerService(Service, Protocol):
 
     def configure(self) -> Future[WorkerInfo]:
         """Build envs and policy as the plan says, all of whose parts came, and try them out."""
+
+    def ask_server_at(self, endpoint: str) -> None:
+        """Ask the inference server that listens there, which is on another host."""
 
     # Rollouts.
 

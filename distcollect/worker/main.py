@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import threading
+from functools import partial
 
 import torch
 
@@ -30,7 +31,7 @@ from distcollect.net.messages import (
     WorkerWelcome,
 )
 from distcollect.transport.start import start_server
-from distcollect.worker.other_trainers import OtherTrainers
+from distcollect.worker.peer_listener import Listen, PeerListener
 from distcollect.worker.service import Worker
 
 log = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ def main(boot: WorkerBoot) -> None:
     welcome = connection.welcome
     if not isinstance(welcome, WorkerWelcome):
         raise LaunchError(f"the trainer answered a worker by {welcome}")
+    for_others = partial(PeerListener, connection, boot.trainer.token)
     worker = Worker(
         boot.worker_id,
         incarnation=boot.incarnation,
@@ -66,8 +68,10 @@ def main(boot: WorkerBoot) -> None:
         counts=counter,
         first_traj_id=boot.settings.first_traj_id,
         host_cores=boot.host_cores,
+        token=boot.trainer.token,
+        listen=for_others,
     )
-    endpoint = _serve(worker, welcome, connection, boot.trainer.token)
+    endpoint = _serve(worker, welcome, connection, for_others)
 
     may_exit = threading.Event()
 
@@ -115,12 +119,13 @@ def _join(boot: WorkerBoot) -> ControlConnection:
 
 
 def _serve(
-    worker: Worker, welcome: WorkerWelcome, connection: ControlConnection, token: str
+    worker: Worker, welcome: WorkerWelcome, connection: ControlConnection, for_others: Listen
 ) -> str:
     """Answer the calls of trainers; return where they reach this process, if they connect."""
-    server = start_server(welcome.transport, worker, connection, connection.local_address)
+    name, address = welcome.transport, connection.local_address
+    server = start_server(name, worker, connection, address)
     if welcome.hands_over:
-        return OtherTrainers(worker, connection, token).endpoint
+        return for_others(partial(start_server, name, worker)).endpoint
     return server.endpoint
 
 

@@ -66,6 +66,7 @@ from distcollect.transport.worker_service import (
 from distcollect.weights.receiver import WeightReceiver
 from distcollect.weights.updaters import gpu_of
 from distcollect.worker.handover_store import HandoverStore
+from distcollect.worker.peer_listener import Listen
 
 log = logging.getLogger(__name__)
 
@@ -121,6 +122,8 @@ class Worker(WorkerService):
         counts: StepCounter | None = None,
         first_traj_id: int = 0,
         host_cores: tuple[int, ...] = (),
+        token: str = "",
+        listen: Listen | None = None,
     ) -> None:
         """Wait to be configured.
 
@@ -132,6 +135,8 @@ class Worker(WorkerService):
             counts: what frames are counted in; None: a counter that no other process sees.
             first_traj_id: the trajectory ids of this life of the run begin here.
             host_cores: those that workers may keep busy on this host; empty if unknown.
+            token: of the run.
+            listen: makes a listener for other processes of the run; None: they can't connect.
         """
         self.worker_id = worker_id
         self._origin = worker_id, incarnation
@@ -140,11 +145,14 @@ class Worker(WorkerService):
         self.counter = counts or StepCounter()
         self._first_traj_id = first_traj_id
         self._host_cores = host_cores
+        self._token = token
+        self._listen = listen
         self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._plan: list[bytes | mmap.mmap] = []  # its parts
         self._shared_parts: list[torch.Tensor] = []  # memory that other processes map
         self._parts: _Parts | _ServerParts | None = None
         self._link: Link | None = None  # to an inference server
+        self._server_endpoint = ""  # of that server, if it is on another host
         # The last rollouts, by number: each lies untouched until the request after the next one.
         self._slabs: dict[int, AnySlab] = {}
         self._handover_store = HandoverStore()
@@ -197,6 +205,11 @@ class Worker(WorkerService):
 
     def read_part(self, place: Segment) -> None:
         self._plan.append(place.open())
+
+    def ask_server_at(self, endpoint: str) -> None:
+        self._server_endpoint = endpoint
+        if self._link is not None:
+            self._link.endpoint = endpoint
 
     def preempt(self, sequence: int) -> None:
         # Not as a job: those wait until the rollout is over.
@@ -295,7 +308,8 @@ class Worker(WorkerService):
         return replace(self._info(engine.layout, weights), forward_s=self._trial(engine))
 
     def _linked(self, plan: WorkerPlan, serving: Serving) -> WorkerPlan:
-        self._link = Link(serving, self.worker_id, self.counter)
+        self._link = Link(serving, self.worker_id, self.counter, self._token)
+        self._link.endpoint = self._server_endpoint
         if self._stopping:
             self._link.stop()
         return replace(plan, link=self._link)
@@ -318,7 +332,10 @@ class Worker(WorkerService):
         receiver = WeightReceiver(weights, self._address, lambda *_: server.ring())
         self._parts = _ServerParts(receiver, server)
         self._jobs.put(partial(self._serve, server))
-        return self._info(None, weights)
+        endpoint = ""
+        if serving.listens and self._listen is not None:
+            endpoint = self._listen(server.meet).endpoint
+        return replace(self._info(None, weights), endpoint=endpoint)
 
     def _serve(self, server: InferenceServer) -> None:
         try:

@@ -16,6 +16,7 @@ MENDED = SCRIPTS / "lose_a_worker.py"
 PUSHED = SCRIPTS / "push_to_hosts.py"
 PUSHED_ONCE = SCRIPTS / "push_once_per_host.py"
 SERVED = SCRIPTS / "collect_by_servers.py"
+COMPARED = SCRIPTS / "compare_with_rank.py"
 
 
 def finish(processes, timeout_s=110):

@@ -12,6 +12,7 @@ import time
 
 import pytest
 from helpers.launching import (
+    COMPARED,
     MENDED,
     PUSHED,
     PUSHED_ONCE,
@@ -175,6 +176,45 @@ def test_each_host_has_an_inference_server_that_outlives_who_started_it(on_host)
         finish_anyway(ranks)
     assert json.loads(end)["workers"] == [0, 1, 2]
     assert set(json.loads(end)["lost"]) <= {"worker_lost", "shut_down"}
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("transport", ["rpc", "tcp"])
+def test_the_inference_server_of_a_rank_serves_workers_of_other_hosts(on_host, transport):
+    """It is on the second host, with two workers; the third one is on the trainer's host."""
+    given = {"SERVER_RANKS": "3", "DISTCOLLECT_TRANSPORT": transport}
+    ranks = [
+        start(
+            on_host(1 + rank // 2, sys.executable, SERVED), **slurm_variables(rank, 2, 2), **given
+        )
+        for rank in range(4)
+    ]
+    try:
+        first = told(ranks[0], "served")
+        assert [place[0] for place, _ in first.values()] == [1, 2, 2]
+        [server] = {tuple(server) for _, server in first.values()}
+        assert server[0] == 2
+        subprocess.run(on_host(2, "kill", "-9", str(server[2])), check=True, timeout=20)
+        tell(ranks[0], "go on")
+        second = told(ranks[0], "served")
+        assert [place for place, _ in second.values()] == [place for place, _ in first.values()]
+        [another] = {tuple(server) for _, server in second.values()}
+        assert another[0] == 2
+        tell(ranks[0])
+        [*_, end] = ranks[0].communicate(timeout=60)[0].splitlines()
+    finally:
+        finish_anyway(ranks)
+    assert json.loads(end)["workers"] == [0, 1, 2]
+    assert set(json.loads(end)["lost"]) <= {"shut_down"}
+
+
+def test_frames_are_the_same_if_the_server_of_another_host_chooses_actions(on_host):
+    """Recurrent, seeded, with a server for the worker of the trainer's host and two others."""
+    ranks = [
+        start(on_host(1 + rank // 2, sys.executable, COMPARED), **slurm_variables(rank, 2, 2))
+        for rank in range(4)
+    ]
+    assert "3 workers: the same" in finish(ranks)[0]
 
 
 @pytest.mark.slow  # processes/test_launch.py has two trainers on one host

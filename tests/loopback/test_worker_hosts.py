@@ -182,7 +182,7 @@ def test_a_server_is_started_by_any_supervisor_of_its_host(hosts: WorkerHosts) -
     first, second = Connection(None, "a"), Connection(None, "a")
     elsewhere, at_first = Connection(None, "b"), Connection(None, "c")
     welcome(hosts, at_first)
-    hosts.attach(slots, 0, 1.0, has_servers=True)
+    hosts.attach(slots, 0, 1.0, server_ranks=())
     for connection in (first, second, elsewhere):
         welcome(hosts, connection)
     opened = [server, 0, server + 1, 1, server + 1, 2, server + 2, 3]
@@ -207,6 +207,20 @@ def test_a_server_is_started_by_any_supervisor_of_its_host(hosts: WorkerHosts) -
     welcome(hosts, first)
     assert f"{server + 1} open" in slots.told
     assert spawn(hosts, server + 1, 2) == first.sent[-1]
+
+
+def test_only_the_hosts_of_some_ranks_have_servers(hosts: WorkerHosts) -> None:
+    slots, server = Slots(), FIRST_SERVER
+    supervisors = [Connection(rank, network) for rank, network in ((1, "a"), (2, "a"), (3, "b"))]
+    for connection in supervisors:
+        welcome(hosts, connection)
+    hosts.attach(slots, 0, 1.0, server_ranks=(2,))
+    assert [each for each in slots.told if str(server) in each] == [f"{server} open"]
+    asked = {worker_id: hosts.remote_server(worker_id) for worker_id in range(4)}
+    assert asked == {0: None, 1: None, 2: server, 3: None}
+    slots.told.clear()
+    hosts.closed(supervisors[2])  # type: ignore[arg-type]
+    assert slots.told == ["2 closed"]
 
 
 def test_a_scheduler_starts_the_supervisors() -> None:

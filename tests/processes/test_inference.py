@@ -570,6 +570,17 @@ def test_what_a_server_can_not_do_is_refused_before_anything_starts(wanted: str)
     assert set(descendants(os.getpid())) == before
 
 
+def test_ranks_that_are_not_there_are_refused() -> None:
+    with pytest.raises(dc.ArgumentError, match=r"ranks=\[1\].*: without a launch of ranks"):
+        dc.RPCDataCollector(
+            ProcessIdEnv,
+            Telling(),
+            num_workers=2,
+            frames_per_batch=8,
+            inference=dc.Inference("rank", ranks=[1]),
+        )
+
+
 def test_a_factory_makes_the_policy_in_the_server() -> None:
     with dc.MultiSyncDataCollector(
         ProcessIdEnv,

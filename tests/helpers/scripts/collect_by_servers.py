@@ -56,6 +56,7 @@ def served(batch):
 
 
 def main():
+    ranks = [int(rank) for rank in os.environ.get("SERVER_RANKS", "").split()]
     policy = Telling()
     with dc.RPCDataCollector(
         Placed,
@@ -63,7 +64,7 @@ def main():
         envs_per_worker=2,
         frames_per_batch=dc.num_workers(0) * 2 * 20,
         sync=True,
-        inference=dc.Inference("host"),
+        inference=dc.Inference("rank", ranks=ranks) if ranks else dc.Inference("host"),
         faults=dc.Faults(restart_pause_s=0.1),
     ) as collector:
         collector.next()

@@ -18,7 +18,7 @@ from distcollect.rollout.header import Header
 from distcollect.rollout.layout import Tensors
 from distcollect.transport.protocol import CollectRequest, methods_of
 from distcollect.transport.tcp_server import TcpServer
-from distcollect.worker.other_trainers import OtherTrainers
+from distcollect.worker.peer_listener import PeerListener
 
 WORKER_ID = 7
 
@@ -138,7 +138,9 @@ def serve_tcp(port: int, token: str) -> None:
     connection.join(WorkerHello(worker_id=WORKER_ID, incarnation=0), token)
     service = Service()
     TcpServer(service, connection)
-    print(OtherTrainers(service, connection, token).endpoint, flush=True)
+    print(
+        PeerListener(connection, token, functools.partial(TcpServer, service)).endpoint, flush=True
+    )
     connection.receive()
 
 

@@ -1,6 +1,7 @@
-"""The connection by which a trainer takes rollouts over from a worker of another trainer.
+"""The connection of a process with another one of its run that is not its trainer.
 
-The worker listens for it, see :class:`~distcollect.worker.other_trainers.OtherTrainers`.
+A trainer takes rollouts over by it, and a worker asks an inference server on another host. The
+other side is a :class:`~distcollect.worker.peer_listener.PeerListener`.
 """
 
 from __future__ import annotations
@@ -17,14 +18,22 @@ from distcollect.net.messages import Hello, TrainerAddress
 
 log = logging.getLogger(__name__)
 
-_NAME = "this trainer, which takes a rollout over from a worker of another one,"
 
+class PeerConnection:
+    """A connection with a process that listens, which is served by a thread of its own."""
 
-class OthersWorker:
-    """A connection with a worker of another trainer, which is served by a thread of its own."""
+    def __init__(
+        self, endpoint: str, token: str, name: str, log_level: int = logging.WARNING
+    ) -> None:
+        """Connect in :meth:`carry`.
 
-    def __init__(self, endpoint: str, token: str) -> None:
-        """``endpoint``: where the worker listens."""
+        Args:
+            endpoint: where the other process listens.
+            token: that both have to know.
+            name: what to call this process if it can't connect.
+            log_level: of the line that says so.
+        """
+        self._name, self._log_level, self._endpoint = name, log_level, endpoint
         host, _, port = endpoint.rpartition(":")
         self._where = TrainerAddress(host, int(port), token)
         self._joined: Future[ControlConnection] = Future()
@@ -41,10 +50,10 @@ class OthersWorker:
         """Send a packet as soon as there is a connection.
 
         Raises:
-            OSError: the worker is gone, or can't be reached.
+            OSError: it is gone, or can't be reached.
         """
         if self._is_over:
-            raise OSError(f"the connection to {self._where} has ended")
+            raise OSError(f"the connection to {self._endpoint} has ended")
         self._when_joined(lambda connection: connection.send_packet(packet))
 
     def _when_joined(self, work: Callable[[ControlConnection], object]) -> None:
@@ -53,10 +62,14 @@ class OthersWorker:
     def _serve(self, packets: PacketReceiver) -> None:
         try:
             connection, _ = join(
-                lambda: self._where, Hello(), ANSWER_TIMEOUT_S, name=_NAME, give_up_if_refused=True
+                lambda: self._where,
+                Hello(),
+                ANSWER_TIMEOUT_S,
+                name=self._name,
+                give_up_if_refused=True,
             )
         except LaunchError as error:
-            log.warning("%s", error)
+            log.log(self._log_level, "%s", error)
             self._joined.set_exception(error)
         else:
             connection.carry(packets)
@@ -65,7 +78,7 @@ class OthersWorker:
                 while connection.receive() is not None:
                     pass
             except Exception:  # also where there is no memory for what comes
-                log.exception("what a worker of another trainer sent is unusable")
+                log.exception("what %s sent is unusable", self._endpoint)
             connection.close()
         self._is_over = True  # first, so that no question that is sent from now on is owed
         packets.ended()
