@@ -13,6 +13,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import cloudpickle
+
 from distcollect.common import tensor_cache
 from distcollect.common.step_counter import TASK, StepCounter, Task
 from distcollect.errors import DeadlineError
@@ -150,8 +152,9 @@ class Link:
                 counter.cells[TASK] = task
 
     def late(self) -> DeadlineError:
+        where = f"at {self.endpoint}" if self.endpoint else "of this host"
         return DeadlineError(
-            f"the inference server did not answer within {self.serving.timeout_s:g} s:"
+            f"the inference server {where} did not answer within {self.serving.timeout_s:g} s:"
             " see what the trainer logged about it; Faults(start_timeout_s=..., "
             "step_timeout_s=...) gives longer"
         )
@@ -322,8 +325,9 @@ class RemoteConnection(Connection):
         rows = slice(request.first, request.first + request.num_rows)
         # Copied, as they are on their way for longer than this call.
         arrays = [array[rows].copy() for array in self.inputs.values()]
+        pickled = b"" if content is None else cloudpickle.dumps(content)
         try:
-            self._peer.send_packet(Packet(0, packing.pack((request, content, arrays))))
+            self._peer.send_packet(Packet(0, packing.pack((request, pickled, arrays))))
         except OSError:
             raise ServerGone from None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import queue
 import selectors
 import socket
@@ -300,20 +301,26 @@ class InferenceServer:
             self.part(client)
         else:
             request, fds = found
-            self._handle(client, request, lambda: protocol.unpacked(*fds))
+            self._handle(client, request, lambda: protocol.unpacked(*fds) if fds else None)
 
     def receive_packet(self, client: _Client, packet: Packet) -> None:
         """Handle the request of a worker on another host."""
-        request, caller, arrays = packing.unpack(packet.parts)
-        rows = slice(request.first, request.first + request.num_rows)
-        for array, sent in zip(client.inputs.values(), arrays, strict=True):
-            array[rows] = sent
-        self._handle(client, request, lambda: caller)
+        request, content, arrays = packing.unpack(packet.parts)
 
-    def _handle(self, client: _Client, request: Request, caller: Callable[[], Caller]) -> None:
+        def read() -> Any:
+            rows = slice(request.first, request.first + request.num_rows)
+            for array, sent in zip(client.inputs.values(), arrays, strict=True):
+                array[rows] = sent
+            return pickle.loads(content) if content else None
+
+        self._handle(client, request, read)
+
+    def _handle(self, client: _Client, request: Request, read: Callable[[], Any]) -> None:
+        """Handle a request; ``read`` returns the content that came with it."""
         try:
+            content = read()
             if request.kind == Kind.HELLO:
-                self._meet(client, request, caller())
+                self._meet(client, request, content)
             elif request.kind == Kind.BEGIN:
                 self._begin(client, request)
             else:

@@ -10,6 +10,10 @@ import distcollect as dc
 NUM_ENVS, T, NUM_BATCHES = 4, 16, 4
 
 
+class Choice(gym.spaces.Discrete):
+    """A space that no module has."""
+
+
 class Pictures(gym.Env):
     """Its observations are too large to lie within a packet's pickle."""
 
@@ -17,7 +21,7 @@ class Pictures(gym.Env):
         image=gym.spaces.Box(0, 255, (64, 64, 3), np.uint8),
         speed=gym.spaces.Box(-1, 1, (2,), np.float32),
     )
-    action_space = gym.spaces.Discrete(5)
+    action_space = Choice(5)
 
     def _observe(self):
         image = self.np_random.integers(0, 256, (64, 64, 3)).astype(np.uint8)
