@@ -37,7 +37,7 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, *, pinned: bool = False) -
 
 
 def block(num_bytes: int) -> np.ndarray:
-    """Return memory for a tensor, uint8 ``[num_bytes]``; a tensor in it keeps it in use."""
+    """Return memory, uint8 ``[num_bytes]``; a tensor or array in it keeps it in use."""
     if num_bytes < _SMALLEST_BYTES:
         return np.empty(num_bytes, np.uint8)
     unused = _unused[num_bytes]
@@ -45,8 +45,9 @@ def block(num_bytes: int) -> np.ndarray:
         memory = unused.pop()
     except IndexError:
         memory = np.empty(num_bytes, np.uint8)
-    # All tensors in this memory keep the view alive, so it is unused once the view is freed.
-    view = memory[:]
+    # All in this memory keep the view alive, so it is unused once the view is freed. An array made
+    # from a plain slice would refer to the whole memory instead.
+    view = np.frombuffer(memoryview(memory), np.uint8)
     weakref.finalize(view, unused.append, memory).atexit = False
     return view
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 
@@ -44,3 +46,16 @@ def test_a_tensor_is_like_any_other() -> None:
     weight = torch.ones(1 << 10, requires_grad=True)
     (tensor.float() @ weight).sum().backward()
     assert weight.grad is not None
+
+
+def test_memory_is_not_used_again_while_an_array_lies_in_it() -> None:
+    """As one that was sent: it is unpickled into the memory in which it has arrived."""
+    sent: list[pickle.PickleBuffer] = []
+    pickled = pickle.dumps(np.zeros(1 << 18), protocol=5, buffer_callback=sent.append)
+    block = recycler.block(sent[0].raw().nbytes)
+    array = pickle.loads(pickled, buffers=[block])
+    array[:] = 1
+    part = array[1:]
+    del block, array
+    recycler.block(sent[0].raw().nbytes)[:] = 2
+    assert (part == 1).all()
