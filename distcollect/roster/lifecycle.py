@@ -26,7 +26,6 @@ from distcollect.errors import (
     DistCollectError,
     EnvError,
     LaunchError,
-    PolicyError,
     WorkerError,
     WorkerLost,
     WorkerMismatch,
@@ -288,7 +287,9 @@ class Lifecycle(HostEvents):
         first = next(iter(others), info) if info.layout is not None else info
         if (info.layout, info.weights) != (first.layout, first.weights):
             message = f"its frames or weights differ from the others': {difference(info, first)}"
-            self._fail_process(process, PolicyError(message, worker_id=process.worker_id))
+            mismatch = WorkerMismatch(message, worker_id=process.worker_id)
+            mismatch.is_permanent = True
+            self._fail_process(process, mismatch)
             return
         if not self._membership.ready(*process.key, time.monotonic()):
             return
@@ -514,7 +515,7 @@ class Lifecycle(HostEvents):
         """The error by which the run ends, as it can't go on without this worker; None: it can."""
         least = self._faults.min_workers
         hopeful = self._membership.num_hopeful
-        if isinstance(failure, PolicyError):  # all workers have the same policy
+        if getattr(failure, "is_permanent", False) and not isinstance(failure, EnvError):
             return failure
         if is_server(worker_id):  # without one, its workers can do nothing
             return failure if self._membership.is_given_up(worker_id) else None

@@ -39,7 +39,7 @@ from distcollect.engine.evaluator import Evaluator
 from distcollect.engine.pickled_plan import unpickled
 from distcollect.engine.plan import WorkerPlan
 from distcollect.envs.registered import register_all
-from distcollect.errors import ArgumentError, EnvError, PolicyError, RolloutGone, WorkerError
+from distcollect.errors import ArgumentError, EnvError, RolloutGone, WorkerError
 from distcollect.inference.link import Link
 from distcollect.inference.protocol import Serving
 from distcollect.inference.server import InferenceServer
@@ -419,9 +419,11 @@ def _call_users(name: str, function: Callable[..., Any], *args: Any) -> None:
     """Call a function of the user's.
 
     Raises:
-        PolicyError: it raised.
+        WorkerError: it raised; it is permanent.
     """
     try:
         function(*args)
     except Exception as error:
-        raise PolicyError(f"{name} raised {type(error).__name__}: {error}") from error
+        failed = WorkerError(f"{name} raised {type(error).__name__}: {error}")
+        failed.is_permanent = True
+        raise failed from error
