@@ -25,6 +25,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 
@@ -155,3 +156,14 @@ class BatchTimeout(DeadlineError):
 
 class WeightsTimeout(DeadlineError):
     """Some workers did not acknowledge new weights within the deadline."""
+
+
+worker_pid = 0  # of this process, if it is a worker
+
+
+def users_errors() -> tuple[type[BaseException], ...]:
+    """What counts as an error of the user's code: in a worker sys.exit() too, which ends nothing.
+
+    Elsewhere, and in children that the user's code forks, an exit is meant to end the process.
+    """
+    return (Exception, SystemExit) if os.getpid() == worker_pid else (Exception,)

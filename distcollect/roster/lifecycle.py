@@ -287,9 +287,8 @@ class Lifecycle(HostEvents):
         first = next(iter(others), info) if info.layout is not None else info
         if (info.layout, info.weights) != (first.layout, first.weights):
             message = f"its frames or weights differ from the others': {difference(info, first)}"
-            mismatch = WorkerMismatch(message, worker_id=process.worker_id)
-            mismatch.is_permanent = True
-            self._fail_process(process, mismatch)
+            process.ends_run = True
+            self._fail_process(process, WorkerMismatch(message, worker_id=process.worker_id))
             return
         if not self._membership.ready(*process.key, time.monotonic()):
             return

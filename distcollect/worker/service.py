@@ -39,7 +39,7 @@ from distcollect.engine.evaluator import Evaluator
 from distcollect.engine.pickled_plan import unpickled
 from distcollect.engine.plan import WorkerPlan
 from distcollect.envs.registered import register_all
-from distcollect.errors import ArgumentError, EnvError, RolloutGone, WorkerError
+from distcollect.errors import ArgumentError, EnvError, RolloutGone, WorkerError, users_errors
 from distcollect.inference.link import Link
 from distcollect.inference.protocol import Serving
 from distcollect.inference.server import InferenceServer
@@ -259,7 +259,7 @@ class Worker(WorkerService):
         parts, self._plan = self._plan, []
         try:
             plan = unpickled(parts)
-        except Exception as error:
+        except users_errors() as error:
             # As an env that can't be made, it fails in the same way wherever it is tried again.
             raise EnvError(
                 f"could not unpickle the env maker or the policy ({type(error).__name__}: {error});"
@@ -423,7 +423,7 @@ def _call_users(name: str, function: Callable[..., Any], *args: Any) -> None:
     """
     try:
         function(*args)
-    except Exception as error:
+    except users_errors() as error:
         failed = WorkerError(f"{name} raised {type(error).__name__}: {error}")
         failed.is_permanent = True
         raise failed from error
