@@ -14,10 +14,13 @@ import os
 import pickle
 import queue
 import socket
+import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from traceback import walk_stack
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
@@ -28,7 +31,7 @@ from distcollect.common.memory_segment import Segment
 from distcollect.common.open_files import flush_output
 from distcollect.common.peer_ids import traj_ids_of
 from distcollect.common.shared_memory import allocate, sample_of_memory
-from distcollect.common.step_counter import StepCounter, Task
+from distcollect.common.step_counter import StepCounter, Task, in_words
 from distcollect.common.threads import do_jobs
 from distcollect.common.waiting import answer
 from distcollect.engine.base import EngineBase
@@ -152,9 +155,11 @@ class Worker(WorkerService):
         self._pre_collect_hook: Callable[[], Any] | None = None
         self._post_collect_hook: Callable[[Any], Any] | None = None
         self._stopping = False
+        self._thread_id = 0  # of the thread that steps the envs
 
     def run(self) -> None:
         """Do jobs until :meth:`stop`; then close the envs."""
+        self._thread_id = threading.get_ident()
         do_jobs(self._jobs)
         self._handover_store.close()
         for part in self._parts or ():
@@ -197,6 +202,10 @@ class Worker(WorkerService):
 
     def read_part(self, place: Segment) -> None:
         self._plan.append(place.open())
+
+    def place(self) -> str:
+        stack = walk_stack(sys._current_frames()[self._thread_id])  # noqa: SLF001 - documented
+        return in_words([(f.f_code.co_filename, line, f.f_code.co_name) for f, line in stack])
 
     def preempt(self, sequence: int) -> None:
         # Not as a job: those wait until the rollout is over.

@@ -317,7 +317,7 @@ ARGUMENTS: list[Row] = [
     (lambda: dc.run(print, num_trainers=0), ARGUMENT, "num_trainers=0", "at least 1"),
     (lambda: dc.run(print, num_trainers=np.int64(2)), ARGUMENT, "num_trainers=2", "by torchrun"),
     (lambda: host_and_port("--join", "here"), ARGUMENT, "--join='here'", "HOST:PORT"),
-    (lambda: dc.run(5), KIND, r"run\(5\)", "function without parameters"),
+    (lambda: dc.run(5), KIND, r"run\(5\)", "must be a function"),
     (lambda: rpc(listen="node1:2000"), ARGUMENT, "'node1' is no address", "as in 10.0.0.5:29600"),
     (
         lambda: with_env(rpc, DISTCOLLECT_LISTEN="here"),
