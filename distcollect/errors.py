@@ -15,7 +15,7 @@
     │   ├── PolicyError                   the policy raised, or its output doesn't fit
     │   │   ├── PolicySignatureError (TypeError)  it has a parameter that no observation is for
     │   │   └── PolicyKeyError (KeyError)  it reads an entry that is not there
-    │   ├── WorkerMismatch                its Python, torch or protocol version differs
+    │   ├── WorkerMismatch                its versions, frames or weights differ from the others'
     │   ├── WorkerLost                    its process ended, or its host went away
     │   └── RolloutGone                   what it kept for another trainer can't be had any more
     └── DeadlineError (TimeoutError)      a wait was too long; names who was waited for, how long
@@ -25,6 +25,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 
@@ -83,7 +84,10 @@ class WorkerError(DistCollectError, RuntimeError):
         worker_id: the worker's slot, or None for an env stepped in the calling process.
         remote_traceback: the traceback from the worker as text, without the lines of this package;
             "" if the message says all.
+        is_permanent: a process that replaced the worker would fail in the same way.
     """
+
+    is_permanent: bool = False
 
     def __init__(
         self, message: str, *, worker_id: int | None = None, remote_traceback: str = ""
@@ -109,13 +113,14 @@ class EnvError(WorkerError):
             one would do the same.
     """
 
-    is_permanent: bool = False
     num_env_faults: int = 0
     env_faults: tuple[Any, ...] = ()
 
 
 class PolicyError(WorkerError):
     """The policy raised, or what it returned doesn't fit the action space."""
+
+    is_permanent = True  # all workers have the same policy
 
 
 class PolicySignatureError(PolicyError, TypeError):
@@ -130,7 +135,7 @@ class PolicyKeyError(PolicyError, KeyError):
 
 
 class WorkerMismatch(WorkerError):
-    """A worker runs other versions than the trainer, so objects can't travel between them."""
+    """A worker has other versions than the trainer, or other frames or weights than the others."""
 
 
 class WorkerLost(WorkerError):
@@ -151,3 +156,14 @@ class BatchTimeout(DeadlineError):
 
 class WeightsTimeout(DeadlineError):
     """Some workers did not acknowledge new weights within the deadline."""
+
+
+worker_pid = 0  # of this process, if it is a worker
+
+
+def users_errors() -> tuple[type[BaseException], ...]:
+    """What counts as an error of the user's code: in a worker sys.exit() too, which ends nothing.
+
+    Elsewhere, and in children that the user's code forks, an exit is meant to end the process.
+    """
+    return (Exception, SystemExit) if os.getpid() == worker_pid else (Exception,)

@@ -681,7 +681,7 @@ class DataCollectorBase(ABC):
         each.
 
         Args:
-            values: numbers by name: floats, ints, or tensors without dimensions; NaN too. A name
+            values: numbers by name: floats, ints, or tensors with one element; NaN too. A name
                 has letters, digits and ``_ . / -``.
             step: where TensorBoard plots them; None: at the number of frames.
 

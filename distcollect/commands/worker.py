@@ -59,15 +59,16 @@ def run(given: argparse.Namespace) -> int:
     import_from_here()
     if given.run_folder is not None:
         return _join_run(RunFolder(given.run_folder), given)
-    trainer = TrainerAddress(*host_and_port("--join", given.join), _token(given.token_file))
+    trainer = TrainerAddress(*host_and_port("--join", given.join), _token(given))
     _serve(lambda: trainer, given.threads, given.wait or _WAIT_S, None)
     return 0
 
 
-def _token(file: str | os.PathLike[str] | None) -> str:
-    if file is not None:
-        os.environ[TOKEN_VARIABLE] = str(file)
-    token = read_token()
+def _token(given: argparse.Namespace, file: Path | None = None) -> str:
+    """The token in the file that the user named, if any; else in ``file``."""
+    if (path := given.token_file or file) is not None:
+        os.environ[TOKEN_VARIABLE] = str(path)
+    token = read_token("--token-file" if given.token_file else TOKEN_VARIABLE)
     if token is None:
         raise ArgumentError(
             "the trainer's token is missing: name the file that holds it by --token-file or "
@@ -90,7 +91,7 @@ def _join_run(folder: RunFolder, given: argparse.Namespace) -> int:
             f"--run {folder.path}: this host sees no run of 'distcollect submit' there; "
             "name the folder that it printed, on a disk that this host shares"
         )
-    token = _token(given.token_file or folder.token_file)
+    token = _token(given, folder.token_file)
     wait_s = given.wait or folder.patience_s
     if (script_folder := folder.settings.get("script_folder")) is not None:
         # Python puts it first for the script too, whose modules stand beside it.

@@ -18,8 +18,8 @@ T = TypeVar("T")
 
 
 @contextlib.contextmanager
-def refusing(problem: str, remedy: str, errors: type[Exception] = OSError) -> Iterator[None]:
-    """Turn errors of a kind into an ArgumentError: the problem, the error, and what to do."""
+def refusing(problem: str, remedy: str, errors: Any = OSError) -> Iterator[None]:
+    """Turn errors of these kinds into an ArgumentError: the problem, the error, and what to do."""
     try:
         yield
     except errors as error:

@@ -16,9 +16,10 @@ import re
 import signal
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -163,19 +164,26 @@ class SharedStepCounter:
     def stack(self) -> str:
         """Say what the main thread was doing at the last :data:`STACK_SIGNAL`; "" if unknown.
 
-        The innermost calls, in one line, the last one first; those of the user's code alone, if it
-        was there.
+        See :func:`in_words`.
         """
         text = self._memory.tobytes()[mmap.PAGESIZE :].decode("utf-8", "replace")
         newest = text.rpartition("most recent call first")[2]
-        calls = re.findall(r'File "(.*)", line (\d+) in (.*)', newest)
-        theirs = list(itertools.takewhile(lambda call: not call[0].startswith(_PACKAGE), calls))
-        shown = (theirs or calls)[:_STACK_FRAMES]
-        return ", called by ".join(f"{name} ({file}:{line})" for file, line, name in shown)
+        return in_words(re.findall(r'File "(.*)", line (\d+) in (.*)', newest))
 
     def close(self) -> None:
         """Close the descriptor; the numbers stay readable."""
         os.close(self.fd)
+
+
+def in_words(calls: Sequence[tuple[str, Any, str]]) -> str:
+    """Name the innermost of these calls; those of the user's code alone, if it was there.
+
+    Args:
+        calls: file, line and function of each, the last call first.
+    """
+    theirs = list(itertools.takewhile(lambda call: not call[0].startswith(_PACKAGE), calls))
+    shown = (theirs or calls)[:_STACK_FRAMES]
+    return ", called by ".join(f"{name} ({file}:{line})" for file, line, name in shown)
 
 
 def _map(fd: int) -> np.ndarray:

@@ -18,7 +18,7 @@ from distcollect.engine.env_recovery import EnvRecovery, taken_faults
 from distcollect.engine.interrupts import Interrupts, Stopped
 from distcollect.engine.plan import WorkerPlan
 from distcollect.envs.base import Envs
-from distcollect.errors import EnvError, PolicyError
+from distcollect.errors import EnvError, PolicyError, users_errors
 from distcollect.policy.base import Woken
 from distcollect.policy.calling import moved
 from distcollect.policy.live_weights import LiveWeights
@@ -199,7 +199,7 @@ class EngineBase(ABC):
                 with self.counter.doing(Task.CALL, limit_s):
                     result = _copied(self.envs.call(name, args, kwargs), name)
                 answer.set_result(result)
-            except Exception as error:  # noqa: BLE001 - raised where the future is waited for
+            except users_errors() as error:
                 answer.set_exception(error)
 
         self.interrupts.add_job(call)

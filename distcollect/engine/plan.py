@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from distcollect.errors import PolicyError
+from distcollect.errors import PolicyError, users_errors
 from distcollect.inference.link import Link
 from distcollect.inference.protocol import Serving
 from distcollect.policy.base import Exploration
@@ -99,7 +99,7 @@ class WorkerPlan:
             return self
         try:
             policy = self.policy_factory()
-        except Exception as error:
+        except users_errors() as error:
             raise PolicyError(f"policy_factory raised {type(error).__name__}: {error}") from error
         if not callable(policy):
             raise PolicyError(

@@ -25,7 +25,7 @@ from gymnasium.vector import VectorEnv
 from distcollect.envs.bad_actions import blamed
 from distcollect.envs.closing import close
 from distcollect.envs.coercion import MisfitError, write
-from distcollect.errors import EnvError, SpaceError
+from distcollect.errors import EnvError, SpaceError, users_errors
 from distcollect.rollout.slab import MANY_ROWS
 from distcollect.rollout.spaces import Arrays, Leaf, leaf_spaces, leaves_of
 
@@ -188,7 +188,7 @@ class Envs(ABC):
         """Close an env once, also if that raises an Exception; again after a Ctrl-C in it."""
         try:
             self._close(self.members[index])
-        except Exception:
+        except users_errors():
             self._states[index] = EnvState.CLOSED
             raise
         self._states[index] = EnvState.CLOSED
@@ -204,7 +204,7 @@ class Envs(ABC):
 
     def _end(self, env: Any) -> None:
         """Close an env in whatever state it is."""
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(*users_errors()):
             env.close()
 
     def _make_again(self, index: int) -> Any:
@@ -231,7 +231,7 @@ class Envs(ABC):
         """Turn every exception into an EnvError that names the env of a row."""
         return NamingEnv(lambda error: self._as_env_error(error, call, row))
 
-    def _as_env_error(self, error: Exception, call: str, row: int = 0) -> EnvError:
+    def _as_env_error(self, error: BaseException, call: str, row: int = 0) -> EnvError:
         """Return the EnvError for an exception while a row was stepped or reset."""
         if isinstance(error, EnvError):
             return error
@@ -526,7 +526,7 @@ class EnvBatch(Envs):
                 message.format(name=name, misfit=misfit, expected=expected)
             ) from misfit
 
-    def _as_env_error(self, error: Exception, call: str, row: int = 0) -> EnvError:
+    def _as_env_error(self, error: BaseException, call: str, row: int = 0) -> EnvError:
         if not isinstance(error, MisfitError):
             return super()._as_env_error(error, call, row)
         # The number of the last step is counted over all episodes.
@@ -542,14 +542,14 @@ class NamingEnv:
     It is no generator: ``contextlib`` raises a StopIteration again if it became a RuntimeError.
     """
 
-    def __init__(self, named: Callable[[Exception], EnvError]) -> None:
+    def __init__(self, named: Callable[[BaseException], EnvError]) -> None:
         """``named`` makes the EnvError for an exception."""
         self._named = named
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception) and not isinstance(error, EnvError):
+        if not isinstance(error, EnvError | None) and isinstance(error, users_errors()):
             named = self._named(error)
             raise named from named.__cause__
 
@@ -564,7 +564,7 @@ def missing_value(leaf: Leaf) -> Any:
     return np.nan if leaf.dtype.is_floating_point else 0
 
 
-def describe(err: Exception) -> str:
+def describe(err: BaseException) -> str:
     """Return an exception's type and message."""
     return f"{type(err).__name__}: {err}"
 

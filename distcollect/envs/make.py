@@ -19,7 +19,7 @@ from distcollect.envs.base import Envs, InfoKeys, Maker, describe
 from distcollect.envs.closing import close
 from distcollect.envs.kinds import EnvKind, is_env, kind_of
 from distcollect.envs.vector_ids import VectorMaker, vector_maker
-from distcollect.errors import ArgumentError, ArgumentTypeError, EnvError
+from distcollect.errors import ArgumentError, ArgumentTypeError, EnvError, users_errors
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ def _call_maker(maker: Any, row: int, context: EnvContext) -> Any:
         )
     try:
         env = make()
-    except Exception as err:
+    except users_errors() as err:
         raise EnvError(f"env {row}: {name} raised {describe(err)}") from err
     if not is_env(env):
         kind = f"{type(env).__module__}.{type(env).__qualname__}"

@@ -22,7 +22,7 @@ from distcollect.envs.base import (
 )
 from distcollect.envs.coercion import MisfitError, check_result, flag, number, write
 from distcollect.envs.info import space_of_info
-from distcollect.errors import SpaceError
+from distcollect.errors import SpaceError, users_errors
 from distcollect.rollout.spaces import Arrays, Entries, leaves_of, unflatten
 
 V = TypeVar("V")
@@ -147,7 +147,7 @@ class SingleEnvBatch(EnvBatch):
                         if term or trunc:
                             terminated[row], truncated[row] = term, trunc
                             ended.append(row)
-            except Exception as err:  # noqa: BLE001 - it becomes an EnvError
+            except users_errors() as err:
                 self._add_fault(row, self._as_env_error(err, "step", row), stepped=False)
             else:
                 return result
@@ -170,7 +170,7 @@ class SingleEnvBatch(EnvBatch):
                             self._put(row, value)
                     if self._info_paths:
                         self._put_info(row, info)
-            except Exception as err:  # noqa: BLE001 - it becomes an EnvError
+            except users_errors() as err:
                 self._add_fault(row, self._as_env_error(err, "reset", row), stepped=True)
             else:
                 return

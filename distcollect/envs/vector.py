@@ -24,7 +24,7 @@ from distcollect.envs.base import (
 from distcollect.envs.closing import close
 from distcollect.envs.coercion import MisfitError, check_result, write
 from distcollect.envs.info import EPISODE, first_of_each, space_of_info
-from distcollect.errors import EnvError
+from distcollect.errors import EnvError, users_errors
 from distcollect.rollout.spaces import Arrays, unflatten
 
 _SCALARS = ("rewards", "terminations", "truncations")
@@ -110,7 +110,7 @@ class VectorBatch(EnvBatch):
     def _advance(self, action: Arrays, rows: Sequence[int] | None) -> Step:
         try:
             return self._advance_all(action)
-        except Exception as error:  # noqa: BLE001 - it becomes an EnvError
+        except users_errors() as error:
             self._add_fault(0, self._as_env_error(error, "step"), stepped=False)
         result = self._result
         result.ended.clear()
@@ -177,7 +177,7 @@ class VectorBatch(EnvBatch):
             value, infos = self._env.reset(options=_ResetMask(reset_mask=mask))
             self._put(value, rows)
             self._put_infos(self.obs, infos, mask)
-        except Exception as error:  # noqa: BLE001 - it becomes an EnvError
+        except users_errors() as error:
             self._add_fault(0, self._as_env_error(error, "reset"), stepped=True)
 
     def _put(self, value: Any, rows: Any) -> None:

@@ -249,8 +249,10 @@ def host_and_port(name: str, text: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def read_token() -> str | None:
+def read_token(option: str = TOKEN_VARIABLE) -> str | None:
     """The user's secret, which processes that join have to know; None: the user set none.
+
+    ``option``: by what the user named its file, as errors name it.
 
     Raises:
         LaunchError: the file can't be read, is empty, or other users may read it.
@@ -258,7 +260,7 @@ def read_token() -> str | None:
     path = os.environ.get(TOKEN_VARIABLE)
     if path is None:
         return os.environ.get(SECRET_VARIABLE) or None
-    name = f"{TOKEN_VARIABLE}={path}"
+    name = f"{option}={path}"
     try:
         with Path(path).open() as file:
             mode = os.fstat(file.fileno()).st_mode

@@ -20,6 +20,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from distcollect.common.checks import refusing
 from distcollect.common.memory_segment import small_file
 from distcollect.errors import ArgumentError, LaunchError
 from distcollect.net.interfaces import is_loopback
@@ -29,8 +30,8 @@ log = logging.getLogger(__name__)
 SECURITY = "DISTCOLLECT_SECURITY"
 TLS, TOKEN = "tls", "token"
 _CERT, _KEY, _CA = "DISTCOLLECT_TLS_CERT", "DISTCOLLECT_TLS_KEY", "DISTCOLLECT_TLS_CA"
-_LIMIT_S = 30.0
-_DAYS = 3650
+_LIMIT_S, _DAYS = 30.0, 3650
+_NAME_A_FILE = "name a file of certificates (PEM)"
 # What is encrypted or decrypted by one call, while which nobody else can use the connection.
 _MOST_BYTES = 128 * 1024
 
@@ -237,8 +238,7 @@ def _made_certificate() -> bytes:
         return _made_by_openssl()
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "distcollect")])
-    now = dt.datetime.now(dt.timezone.utc)
-    day = dt.timedelta(days=1)
+    now, day = dt.datetime.now(dt.timezone.utc), dt.timedelta(days=1)
     builder = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
     builder = builder.not_valid_before(now - day).not_valid_after(now + _DAYS * day)
     pem = serialization.Encoding.PEM
@@ -254,8 +254,7 @@ def _made_by_openssl() -> bytes:
     try:
         made = subprocess.run(command.split(), capture_output=True, timeout=_LIMIT_S, check=True)
     except (OSError, subprocess.SubprocessError) as error:
-        why = f"a certificate needs the package cryptography, or openssl ({error})"
-        raise OSError(why) from error
+        raise OSError(f"a certificate needs package cryptography, or openssl ({error})") from error
     return made.stdout
 
 
@@ -268,7 +267,8 @@ def joining_tls(sock: Any) -> TlsSocket:
     """Return the socket of a process that joins with TLS.
 
     Raises:
-        LaunchError: the trainer's certificate is not of the authority that the user named.
+        ArgumentError: the file of the authority that the user named can't be read.
+        LaunchError: the trainer's certificate is not of that authority.
         OSError: the handshake failed.
     """
     context = _context(ssl.PROTOCOL_TLS_CLIENT)
@@ -277,7 +277,8 @@ def joining_tls(sock: Any) -> TlsSocket:
     if authority := os.environ.get(_CA):
         context.verify_mode = ssl.CERT_REQUIRED
         # Read here, as this error names the file; what stands beside certificates is ignored.
-        context.load_verify_locations(cadata=Path(authority).read_text("ascii", "ignore"))
+        with refusing(f"{_CA}={authority} can't be used", _NAME_A_FILE, (OSError, ValueError)):
+            context.load_verify_locations(cadata=Path(authority).read_text("ascii", "ignore"))
     secured = TlsSocket(sock, context, is_trainer=False)
     try:
         secured.do_handshake()

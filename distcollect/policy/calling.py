@@ -214,7 +214,7 @@ def _copied(value: Any, *, deep: bool) -> Any:
     return value.clone() if deep else value
 
 
-def raised(error: Exception, given: Iterable[tuple[Any, Any]]) -> PolicyError:
+def raised(error: BaseException, given: Iterable[tuple[Any, Any]]) -> PolicyError:
     """Return the error for a policy that raised, which says what the policy was given.
 
     Args:

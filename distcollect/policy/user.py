@@ -11,7 +11,7 @@ import gymnasium as gym
 import torch
 from tensordict.nn import set_interaction_type
 
-from distcollect.errors import PolicyError
+from distcollect.errors import PolicyError, users_errors
 from distcollect.policy.base import Exploration, Policy, PolicyOutput
 from distcollect.policy.calling import Inputs, calling_convention, moved, raised
 from distcollect.policy.noise import noises_of, without_noise
@@ -129,7 +129,7 @@ class UserPolicy(Policy):
                     actions, extras, state = self._choose(rows)
         except PolicyError:
             raise
-        except Exception as error:
+        except users_errors() as error:
             raise raised(error, self._inputs.tensors.items()) from error
         if self.state is not None:
             self.state.advance(state, rows)

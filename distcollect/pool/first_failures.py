@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-from distcollect.errors import EnvError, WorkerError, WorkerLost
+from distcollect.errors import ArgumentError, WorkerError, WorkerLost
 from distcollect.pool.worker_slots import WorkerSlot
 
 # In so many processes in a row of each worker. Fewer may be bad luck.
@@ -35,7 +35,8 @@ class FirstFailures:
             error: its exception.
             collecting: the worker_ids of all workers that collect.
         """
-        if isinstance(error, EnvError) and error.is_permanent and not self._have_collected:
+        is_permanent = getattr(error, "is_permanent", isinstance(error, ArgumentError))
+        if is_permanent and not self._have_collected:
             return True
         if isinstance(error, WorkerLost) or slot.num_requests > 1:
             return False

@@ -33,6 +33,7 @@ from distcollect.common import signals
 from distcollect.common.clock import clock_ns
 from distcollect.common.seeding import process_seeds
 from distcollect.common.signals import Wakeup
+from distcollect.common.waiting import missing
 from distcollect.config import Staleness
 from distcollect.errors import (
     BatchTimeout,
@@ -67,6 +68,8 @@ P = ParamSpec("P")
 
 # At the end, for workers to say which of the rollouts that they keep were taken after all.
 _TAKE_BACK_S = 2.0
+# How many workers are asked where they are when a batch is late, and for how long.
+_NUM_PLACES, _PLACES_S = 3, 2.0
 
 
 @dataclass(eq=False)
@@ -380,14 +383,14 @@ class Pool(MembershipObserver):
                     self._loop.do(self._core.end_early)
             self._await(lambda: self._delivery is not None, rest_s)
         except BaseException:
-            delivery, _ = self._loop.do(self._cancel)
+            delivery, *_ = self._loop.do(self._cancel)
             if delivery is not None:
                 self.given_up(delivery, "given_up")
             raise
-        delivery, awaited = self._loop.do(self._cancel)
+        delivery, awaited, late = self._loop.do(self._cancel)
         if delivery is None:
             raise BatchTimeout(
-                f"no batch within {timeout_s:g} s; waited for {awaited}. "
+                f"no batch within {timeout_s:g} s; waited for {awaited}{self._places(late)}. "
                 "Faults(batch_timeout_s=...) gives them longer"
             )
         self._stats_recorder.switch_to("assemble")
@@ -405,13 +408,20 @@ class Pool(MembershipObserver):
         self._delivery = Delivery(requests, taken)
         self._wake_user()
 
-    def _cancel(self) -> tuple[Delivery | None, str]:
+    def _places(self, worker_ids: Sequence[int]) -> str:
+        """Say where the first of these workers are, if they answer at once."""
+        answers = {w: self.call(w, WorkerService.place) for w in worker_ids[:_NUM_PLACES]}
+        late = missing(answers, _PLACES_S)
+        told = {w: a.result() for w, a in answers.items() if w not in late and not a.exception()}
+        return "".join(f"; worker {w} is in {place}" for w, place in told.items())
+
+    def _cancel(self) -> tuple[Delivery | None, str, list[int]]:
         """The user waits no longer; return the batch if it came, or else whom it waited for."""
         delivery, self._delivery = self._delivery, None
-        awaited = "" if delivery is not None else self._core.awaited
+        awaited = ("", []) if delivery is not None else self._core.awaited
         if delivery is None:
             self._core.batch_cancelled()
-        return delivery, awaited
+        return delivery, *awaited
 
     def delivered(
         self,

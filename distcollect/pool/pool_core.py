@@ -535,8 +535,8 @@ class PoolCore:
         return bound is not None and self.versions.slack(bound, worker_id, version) < 0
 
     @property
-    def awaited(self) -> str:
-        """The workers that the user waits for, in words."""
+    def awaited(self) -> tuple[str, list[int]]:
+        """The workers that the user waits for, in words; and those of them that collect."""
         # Their frames would be too old: with mode "pace" they are asked for nothing.
         outdated = sorted(slot.worker_id for slot in self.slots.line if self._is_outdated(slot))
         owing = (slot.worker_id for slot in self.slots.line if slot.owes_rollouts)
@@ -559,4 +559,4 @@ class PoolCore:
             parts.append(f"workers {coming} to be replaced")
         if servers:
             parts.append(f"{', '.join(servers)} to be replaced")
-        return " and for ".join(parts)
+        return " and for ".join(parts), late

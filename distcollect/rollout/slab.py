@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from distcollect.common.checks import refusing
 from distcollect.rollout.layout import FAULTED, POLICY_VERSION, TRAJ_IDS, Layout
 from distcollect.rollout.spaces import Arrays, Key, indexable
 from distcollect.rollout.wire import WireForm, wire_layout
@@ -44,7 +45,9 @@ class RolloutMemory:
         if layout.is_loose or shared is False:
             self.wire_form = WireForm.PACKED
         self._wire = wire_layout(layout, num_steps, self.wire_form)
-        self._memory, self._shared = self._wire.allocate()
+        takes = f"a rollout of {num_steps:,} steps takes {self._wire.num_bytes / 1e9:,.1f} GB"
+        with refusing(takes, "take a smaller frames_per_batch, or more workers", Exception):
+            self._memory, self._shared = self._wire.allocate()
         tensors = self._wire.leaves(self._memory)
         per_frame = layout.per_frame
         self.columns = {leaf.key: t for leaf, t in zip(per_frame, tensors, strict=False)}

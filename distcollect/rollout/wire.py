@@ -68,6 +68,7 @@ class WireLayout:
     Attributes:
         form: which leaves are packed.
         packed_bytes: size of the packed leaves.
+        num_bytes: size of all leaves.
     """
 
     def __init__(self, layout: Layout, num_steps: int, form: WireForm) -> None:
@@ -84,6 +85,7 @@ class WireLayout:
             start = self.packed_bytes if is_packed else None
             self._places.append(_Place(shape, dtype, _strides(shape), size, start))
             self.packed_bytes += _aligned(size) * is_packed
+        self.num_bytes = sum(place.size for place in self._places)
 
     def allocate(self) -> tuple[Tensors, SharedTensors | None]:
         """New memory for a rollout.

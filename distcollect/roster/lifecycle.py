@@ -26,7 +26,6 @@ from distcollect.errors import (
     DistCollectError,
     EnvError,
     LaunchError,
-    PolicyError,
     WorkerError,
     WorkerLost,
     WorkerMismatch,
@@ -284,7 +283,8 @@ class Lifecycle(HostEvents):
             return
         info = answer.result()
         if mismatched := mismatch(info, self._status.worker_infos.values()):
-            self._fail_process(process, PolicyError(mismatched, worker_id=process.worker_id))
+            process.ends_run = True
+            self._fail_process(process, WorkerMismatch(mismatched, worker_id=process.worker_id))
             return
         if not self._membership.ready(*process.key, time.monotonic()):
             return
@@ -512,7 +512,7 @@ class Lifecycle(HostEvents):
         """The error by which the run ends, as it can't go on without this worker; None: it can."""
         least = self._faults.min_workers
         hopeful = self._membership.num_hopeful
-        if isinstance(failure, PolicyError):  # all workers have the same policy
+        if getattr(failure, "is_permanent", False) and not isinstance(failure, EnvError):
             return failure
         if is_server(worker_id):  # without one, its workers can do nothing
             return failure if self._membership.is_given_up(worker_id) else None

@@ -75,7 +75,8 @@ def checked_scalars(values: object) -> dict[str, float]:
     groups = {figure.tag for figure in FIGURES if figure.tag}
     scalars = {}
     for name, given in values.items():
-        value, what = plain(given), f"log({{{name!r}: ...}})"
+        value = plain(given.squeeze() if hasattr(given, "squeeze") else given)
+        what = f"log({{{name!r}: ...}})"
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise ArgumentError(
                 f"{what}: a name has letters, digits and _ . / - only, and begins with none of the "
@@ -87,8 +88,7 @@ def checked_scalars(values: object) -> dict[str, float]:
             )
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ArgumentTypeError(
-                f"{what}: {given!r} is no number: pass a float, an int or a tensor without "
-                "dimensions, such as loss.mean()"
+                f"{what}: {given!r} is no number: pass a float or one element, as loss.mean() is"
             )
         try:
             float(value)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from distcollect.errors import (
@@ -28,7 +29,7 @@ _PLAIN_ERRORS = (ArgumentError, ArgumentTypeError, DeadlineError, SpaceError)
 _ERROR_OF: dict[str, type[DistCollectError]] = {
     kind.__name__: kind for kind in (*_WORKER_ERRORS, *_PLAIN_ERRORS)
 }
-_OF_ENV_ERRORS = ("num_env_faults", "env_faults", "is_permanent")
+_TRAVELLING = ("num_env_faults", "env_faults", "is_permanent")
 
 _PACKAGE = str(Path(__file__).parents[1])
 # Between two lines of this package there may be one of a context manager.
@@ -46,7 +47,7 @@ class Failure:
         remote_traceback: its traceback, see :func:`users_traceback`.
         num_env_faults: of an :class:`~distcollect.errors.EnvError`.
         env_faults: of the same.
-        is_permanent: of the same.
+        is_permanent: of a :class:`~distcollect.errors.WorkerError`.
     """
 
     kind: str
@@ -71,10 +72,8 @@ class Failure:
         kind = type(error).__name__
         message = str(error) if isinstance(error, DistCollectError) else f"{kind}: {error}"
         trace = getattr(error, "remote_traceback", "") or users_traceback(error)
-        failure = cls(kind, message, worker_id, trace)
-        if not isinstance(error, EnvError):
-            return failure
-        return replace(failure, **{name: getattr(error, name) for name in _OF_ENV_ERRORS})
+        more = {name: getattr(error, name) for name in _TRAVELLING if hasattr(error, name)}
+        return cls(kind, message, worker_id, trace, **more)
 
     def error(self) -> DistCollectError:
         """Return the exception to raise at the trainer."""
@@ -82,9 +81,8 @@ class Failure:
         if not issubclass(kind, WorkerError):
             return kind(f"worker {self.worker_id}: {self.message}")
         error = kind(self.message, worker_id=self.worker_id, remote_traceback=self.remote_traceback)
-        if isinstance(error, EnvError):
-            for name in _OF_ENV_ERRORS:
-                setattr(error, name, getattr(self, name))
+        for name in filter(partial(hasattr, error), _TRAVELLING):
+            setattr(error, name, getattr(self, name))
         return error
 
 

@@ -173,6 +173,9 @@ class WorkerService(Service, Protocol):
     def collect(self, request: CollectRequest) -> Future[tuple[Header, Tensors]]:
         """Collect a rollout. Its tensors are valid until the request after the next one."""
 
+    def place(self) -> str:
+        """Say in which calls the thread is that steps the envs, the last one first."""
+
     def preempt(self, sequence: int) -> None:
         """End the rollout with this number early, now or once it begins."""
 

@@ -13,6 +13,7 @@ from functools import partial
 
 import torch
 
+from distcollect import errors
 from distcollect.common.forks import Owner
 from distcollect.common.open_files import flush_output
 from distcollect.common.shared_memory import sample_for
@@ -50,6 +51,7 @@ def main(boot: WorkerBoot) -> None:
     _name_worker_in_logs(boot.name)
     name_process("dc-" + slot_name(boot.worker_id).replace(" ", "-"))
     counter = StepCounter.inherited(boot.counters_fd)
+    errors.worker_pid = os.getpid()
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     # As libgomp reads it: "4,2" has a number for each level of nesting, and it ignores "auto".
     threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()

@@ -14,10 +14,13 @@ import os
 import pickle
 import queue
 import socket
+import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from traceback import walk_stack
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
@@ -28,7 +31,7 @@ from distcollect.common.memory_segment import Segment
 from distcollect.common.open_files import flush_output
 from distcollect.common.peer_ids import traj_ids_of
 from distcollect.common.shared_memory import allocate, sample_of_memory
-from distcollect.common.step_counter import StepCounter, Task
+from distcollect.common.step_counter import StepCounter, Task, in_words
 from distcollect.common.threads import do_jobs
 from distcollect.common.waiting import answer
 from distcollect.engine.base import EngineBase
@@ -39,7 +42,7 @@ from distcollect.engine.evaluator import Evaluator
 from distcollect.engine.pickled_plan import unpickled
 from distcollect.engine.plan import WorkerPlan
 from distcollect.envs.registered import register_all
-from distcollect.errors import ArgumentError, EnvError, PolicyError, RolloutGone, WorkerError
+from distcollect.errors import ArgumentError, EnvError, RolloutGone, WorkerError, users_errors
 from distcollect.inference.link import Link
 from distcollect.inference.protocol import Serving
 from distcollect.inference.server import InferenceServer
@@ -160,9 +163,11 @@ class Worker(WorkerService):
         self._pre_collect_hook: Callable[[], Any] | None = None
         self._post_collect_hook: Callable[[Any], Any] | None = None
         self._stopping = False
+        self._thread_id = 0  # of the thread that steps the envs
 
     def run(self) -> None:
         """Do jobs until :meth:`stop`; then close the envs."""
+        self._thread_id = threading.get_ident()
         do_jobs(self._jobs)
         self._handover_store.close()
         for part in self._parts or ():
@@ -210,6 +215,10 @@ class Worker(WorkerService):
         self._server_endpoint = endpoint
         if self._link is not None:
             self._link.endpoint = endpoint
+
+    def place(self) -> str:
+        stack = walk_stack(sys._current_frames()[self._thread_id])  # noqa: SLF001 - documented
+        return in_words([(f.f_code.co_filename, line, f.f_code.co_name) for f, line in stack])
 
     def preempt(self, sequence: int) -> None:
         # Not as a job: those wait until the rollout is over.
@@ -272,7 +281,7 @@ class Worker(WorkerService):
         parts, self._plan = self._plan, []
         try:
             plan = unpickled(parts)
-        except Exception as error:
+        except users_errors() as error:
             # As an env that can't be made, it fails in the same way wherever it is tried again.
             raise EnvError(
                 f"could not unpickle the env maker or the policy ({type(error).__name__}: {error});"
@@ -436,9 +445,11 @@ def _call_users(name: str, function: Callable[..., Any], *args: Any) -> None:
     """Call a function of the user's.
 
     Raises:
-        PolicyError: it raised.
+        WorkerError: it raised; it is permanent.
     """
     try:
         function(*args)
-    except Exception as error:
-        raise PolicyError(f"{name} raised {type(error).__name__}: {error}") from error
+    except users_errors() as error:
+        failed = WorkerError(f"{name} raised {type(error).__name__}: {error}")
+        failed.is_permanent = True
+        raise failed from error

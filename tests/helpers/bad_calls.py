@@ -541,6 +541,7 @@ RUNNING: list[Row] = [
     ),
     (lambda: used(sync(policy=nn.Linear(4, 2)), next), POLICY, "float32", "int64"),
     (lambda: closed(next), STATE, "was shut down", "make a new one"),
+    (lambda: used(sync(frames_per_batch=10**13), next), ARGUMENT, "470,000.0 GB", "a smaller fram"),
     (lambda: used(sync(), lambda c: c.log({"x": 10**400})), ARGUMENT, "'x'", "too many digits"),
     (lambda: used(sync(), lambda c: c.next(timeout_s=-1)), ARGUMENT, "timeout_s=-1", "above 0"),
     (lambda: used(sync(), lambda c: c.evaluate(1, timeout_s="5")), KIND, "'5'", "of seconds"),

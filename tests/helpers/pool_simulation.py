@@ -237,6 +237,8 @@ class Run:
             process.kept[args[0]].outcome = answer
         elif method is WorkerService.cancel_handover:
             process.kept[args[0]].refused |= self.rng.random() < 0.7  # else: taken before
+        elif method is WorkerService.place:
+            answer.set_result("the simulation")
         else:
             assert method is WorkerService.preempt
             assert process.collecting is not None or process.doomed

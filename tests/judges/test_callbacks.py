@@ -35,8 +35,8 @@ def started() -> set[int]:
 
 
 KINDS = [StopIteration, KeyError, MemoryError, SystemExit, KeyboardInterrupt]
-# What a process ends by, so that a worker is lost and replaced.
-ENDS = (SystemExit, KeyboardInterrupt)
+ENDS = (SystemExit, KeyboardInterrupt)  # what a process ends by
+ENDS_WORKERS = (KeyboardInterrupt,)  # what a worker is lost and replaced by
 AT_START = {"env maker", "policy_factory", "init_fn"}
 OF_ENVS = {"step", "reset"}
 NAMED = {"init_fn", "pre_collect_hook", "post_collect_hook"}  # in a worker's error
@@ -98,7 +98,7 @@ class Run:
         kind = self.trigger.kind
         for error in self.errors:
             assert not isinstance(error, dc.DeadlineError), f"found out by waiting: {error}"
-            is_lost = in_worker and kind in ENDS and isinstance(error, dc.WorkerLost)
+            is_lost = in_worker and kind in ENDS_WORKERS and isinstance(error, dc.WorkerLost)
             if is_lost:
                 assert "process ended" in str(error)
                 continue
@@ -114,7 +114,7 @@ class Run:
         if self.errors:
             return
         stats = self.collector.stats()
-        if kind in ENDS:
+        if kind in ENDS_WORKERS:
             assert in_worker
             assert stats.num_restarts
         elif self.name == "updater":
@@ -172,8 +172,8 @@ def _judge(
     run.check_frames()
 
 
-def _cases(names: list[str], kinds: list[type[BaseException]]) -> Any:
-    """Each function with each exception."""
+def _cases(names: list[str], kinds: list[type[BaseException]], ends: Any = ENDS) -> Any:
+    """Each function with each exception; ``ends``: those by which a process ends."""
     uncounted = pytest.mark.xfail(
         strict=True,
         reason="a step counts once the reset after it is over: an exit there leaves one frame out",
@@ -181,7 +181,7 @@ def _cases(names: list[str], kinds: list[type[BaseException]]) -> Any:
     return pytest.mark.parametrize(
         ("name", "raises"),
         [
-            pytest.param(name, kind, marks=uncounted if name == "reset" and kind in ENDS else ())
+            pytest.param(name, kind, marks=uncounted if name == "reset" and kind in ends else ())
             for name in names
             for kind in kinds
         ],
@@ -215,7 +215,7 @@ def test_in_the_background(tmp_path: Path, name: str, raises: Any) -> None:
 FEW = KINDS if hypothesis.settings.default.max_examples >= 100 else [StopIteration, SystemExit]
 
 
-@_cases(IN_WORKERS, FEW)
+@_cases(IN_WORKERS, FEW, ENDS_WORKERS)
 def test_with_a_worker(tmp_path: Path, name: str, raises: Any) -> None:
     _judge(
         tmp_path,
@@ -223,6 +223,6 @@ def test_with_a_worker(tmp_path: Path, name: str, raises: Any) -> None:
         raises,
         dc.MultiSyncDataCollector,
         # At the start and in the trainer a replacement would not call it once more.
-        again=name not in OF_ENVS or raises in ENDS,
+        again=name not in OF_ENVS or raises in ENDS_WORKERS,
         num_workers=1,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import ssl
 import threading
@@ -25,7 +26,7 @@ from helpers.join_server import (
 )
 
 from distcollect.common.threads import run_aside
-from distcollect.errors import ArgumentError, LaunchError
+from distcollect.errors import ArgumentError, DistCollectError, LaunchError
 from distcollect.net.framing import FrameReader, Outbox, with_length
 from distcollect.net.handshake import JoiningSide, Opening, StartTls
 from distcollect.net.messages import Kill, Refused, decode, encode, to_bytes
@@ -149,12 +150,21 @@ def another_certificate() -> str:
     return str(Path(CERTIFICATE).with_name("another_certificate.pem"))
 
 
+@pytest.mark.parametrize(
+    ("authority", "refused"),
+    [
+        (another_certificate(), "LaunchError: its certificate is refused"),
+        ("no.pem", "ArgumentError: DISTCOLLECT_TLS_CA=no.pem can't be used .No such file"),
+        (__file__, "ArgumentError: .* does not contain a certificate.*: name a file of cert"),
+    ],
+)
 def test_an_authority_that_did_not_sign_is_an_error(
-    server: JoinServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
+    server: JoinServer, connect: Connect, monkeypatch: Any, authority: str, refused: str
 ) -> None:
-    monkeypatch.setenv("DISTCOLLECT_TLS_CA", another_certificate())
-    with pytest.raises(LaunchError, match="its certificate is refused"):
+    monkeypatch.setenv("DISTCOLLECT_TLS_CA", authority)
+    with pytest.raises(DistCollectError) as caught:
         connect(server).join(hello(), TOKEN)
+    assert re.match(refused, f"{caught.typename}: {caught.value}")
 
 
 @pytest.mark.parametrize("variable", ["DISTCOLLECT_TLS_CA", "DISTCOLLECT_SECURITY"])

@@ -32,8 +32,11 @@ def make(**settings: Any) -> dc.RPCDataCollector:
 TEXT = spaces.Text(5)
 
 
-def broken_factory() -> nn.Module:
+def broken_factory(*_: object) -> nn.Module:
     raise OSError("no checkpoint")
+
+
+UNEQUAL = [SamplingEnv, lambda: SamplingEnv(spaces.Box(-1, 1, (7,)))]
 
 
 @pytest.mark.parametrize(
@@ -41,8 +44,12 @@ def broken_factory() -> nn.Module:
     [
         ({"create_env_fn": lambda: SamplingEnv(TEXT)}, dc.SpaceError, "Text.*wrapper", ""),
         ({"policy_factory": broken_factory}, dc.PolicyError, "OSError.*no checkp", "broken_fact"),
+        ({"init_fn": broken_factory}, dc.WorkerError, "init_fn raised OSError", "broken_fact"),
+        ({"post_collect_hook": broken_factory}, dc.WorkerError, "hook raised OSEr", "broken_fact"),
+        ({"frames_per_batch": 10**13}, dc.ArgumentError, "GB .Cannot alloc.*smaller frames_", ""),
+        ({"create_env_fn": UNEQUAL, "num_workers": 2}, dc.WorkerMismatch, "equal spaces", ""),
     ],
-    ids=["space", "factory"],
+    ids=["space", "factory", "init_fn", "hook", "memory", "spaces"],
 )
 def test_is_found_by_a_workers_probe(
     marked: Marked,
@@ -51,10 +58,11 @@ def test_is_found_by_a_workers_probe(
     message: str,
     remote: str,
 ) -> None:
-    with pytest.raises(error, match=message) as caught:
-        make(**{**settings, "num_workers": 1})
+    with pytest.raises(error, match=message) as caught, make(**{"num_workers": 1, **settings}) as c:
+        c.next(timeout_s=60)
+    assert type(caught.value) is error
     if isinstance(caught.value, dc.WorkerError):
-        assert caught.value.worker_id == 0
+        assert caught.value.worker_id in range(settings.get("num_workers", 1))
         assert remote in caught.value.remote_traceback
     assert not marked.left()
 

@@ -136,7 +136,7 @@ def test_of_workers(marked: Marked) -> None:
             (
                 lambda: [collector.next(0.4) for _ in range(9)],
                 dc.BatchTimeout,
-                "0.4 s; waited for",
+                r"0.4 s; waited for .*; worker 0 is in step \(\S+:\d+\)",
                 "batch_timeout_s",
             )
         )

@@ -76,7 +76,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
                 killed = None
                 while killed is None or not _was_told_of_both(told, killed):
                     batch = collector.next(timeout_s=60)
-                    loss = torch.tensor(collector.frames / 8)
+                    loss = torch.tensor([[collector.frames / 8]], requires_grad=True)
                     collector.log({"train/loss": loss, "count": 7, "diverged": math.nan})
                     collector.update_policy_weights_(policy)
                     of_one = int(batch["collector", "worker_id"][0]) == 1

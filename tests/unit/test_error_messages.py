@@ -100,7 +100,7 @@ COMMANDS: list[tuple[str, str]] = [
     ("worker --join here", "--join='here': must be HOST:PORT"),
     ("worker --join 127.0.0.1:²", "--join='127.0.0.1:²': must be HOST:PORT"),
     ("worker --join 127.0.0.1:9", "token is missing: name the file"),
-    ("worker --join 127.0.0.1:9 --token-file no", "no: .*No such file.*has to hold"),
+    ("worker --join 127.0.0.1:9 --token-file no", "--token-file=no: .*No such file.*has to hold"),
     ("worker --join 127.0.0.1:9 --threads 0", "--threads: '0': must be a whole number"),
     ("worker --join 127.0.0.1:9 --wait soon", "--wait: 'soon': must be a number above 0"),
     ("worker --run other", "--run other: .*no run of.*name the folder"),

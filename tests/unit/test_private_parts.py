@@ -124,6 +124,7 @@ OF_OBJECTS = {
 # Public, although their names begin with an underscore.
 PUBLIC = {
     "_exit": "os",
+    "_current_frames": "sys",
     "_fields": "namedtuple",
     "_replace": "namedtuple",
     "_C": "torch; what is used of it is above",

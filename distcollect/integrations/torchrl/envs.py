@@ -23,7 +23,7 @@ from torchrl.envs import (
 
 from distcollect.envs.base import Envs, EnvState, InfoKeys, called, describe
 from distcollect.envs.kinds import EnvKind
-from distcollect.errors import ArgumentError, EnvError, SpaceError
+from distcollect.errors import ArgumentError, EnvError, SpaceError, users_errors
 from distcollect.integrations.torchrl.parallel import TorchRLEnv, base_of, let_processes_run
 
 # Transforms of envs that reset a row when it ends, and can't reset it at any other time.
@@ -130,7 +130,7 @@ class TorchRLEnvs(Envs):
         for row, part in enumerate([td] if is_one else td.unbind(0)):
             try:
                 frame, start = self.members[row].step_and_maybe_reset(part)
-            except Exception as error:
+            except users_errors() as error:
                 # If it has stepped already, its reset raised.
                 was_stepped = "next" in part
                 self.num_stepped = (self.num_envs if is_one else 1) * was_stepped + row
@@ -211,11 +211,11 @@ class TorchRLEnvs(Envs):
     def _reset(self, row: int) -> TensorDictBase:
         try:
             td: TensorDictBase = self.members[row].reset()
-        except Exception as error:
+        except users_errors() as error:
             raise self._failed(row, "reset", error) from error
         return td
 
-    def _failed(self, row: int, call: str, error: Exception) -> EnvError:
+    def _failed(self, row: int, call: str, error: BaseException) -> EnvError:
         """Mark an env as failed; the error to raise."""
         self._raised(row)
         return EnvError(f"{self.name(row)}: {call}() raised {describe(error)}")

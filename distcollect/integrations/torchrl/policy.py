@@ -20,7 +20,7 @@ from torchrl.modules.tensordict_module.exploration import set_exploration_module
 
 from distcollect.common import gpus
 from distcollect.common.random_state import random_state_restored
-from distcollect.errors import PolicyError
+from distcollect.errors import PolicyError, users_errors
 from distcollect.integrations.torchrl.envs import TorchRLEnvs
 from distcollect.policy.base import Exploration
 from distcollect.policy.calling import (
@@ -125,7 +125,7 @@ class TensorDictPolicy:
             output = self._call(given)
         except PolicyError:
             raise
-        except Exception as error:
+        except users_errors() as error:
             raise raised(error, td.items(include_nested=True, leaves_only=True)) from error
         if output is td or (output is None and given is td):
             return
