@@ -22,6 +22,7 @@ _ENTRY_POINTS = {
     "ids of envpool": "distcollect.integrations.envpool.kind:EnvPoolMaker",
     "names of arguments": "distcollect.integrations.torchrl.arguments:translated",
     "names of weights": "distcollect.integrations.torchrl.weights:weights_among",
+    "profiler": "distcollect.integrations.torchrl.profiler:ProfilerHook",
     "ray job": "distcollect.integrations.ray.job",
     "rounding of frames": "distcollect.integrations.torchrl.arguments:may_make_torchrl_envs",
     "storage of a buffer": "distcollect.integrations.torchrl.storages:storage_of",
