@@ -13,6 +13,7 @@ from typing import Any
 
 # What it is for, and the module or the name in one that does it.
 _ENTRY_POINTS = {
+    "backend of a context": "distcollect.integrations.torchrl.arguments:backend_of_context",
     "check of a buffer": "distcollect.integrations.torchrl.storages:check_can_hold",
     "collector of ray": "distcollect.integrations.ray.collector:RayDataCollector",
     "engine of torchrl": "distcollect.integrations.torchrl.engine:TensorDictEngine",

@@ -19,7 +19,8 @@ import distcollect as dc
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    theirs = pytest.importorskip("torchrl.collectors", reason="torchrl is not installed")
+    torchrl = pytest.importorskip("torchrl", reason="torchrl is not installed")
+    import torchrl.collectors as theirs
     from torchrl._utils import seed_generator
     from torchrl.data import LazyTensorStorage, ReplayBuffer
     from torchrl.envs import GymEnv, SerialEnv
@@ -156,6 +157,18 @@ def test_collectors_are_instances_of_torchrls_classes() -> None:
         assert isinstance(workers, theirs.MultiSyncCollector)
         assert isinstance(workers, theirs.MultiCollector)
         assert not isinstance(workers, theirs.Collector | theirs.MultiAsyncCollector)
+
+
+@pytest.mark.skipif(not hasattr(torchrl, "service_backend"), reason="this TorchRL has none")
+def test_a_context_of_torchrl_selects_the_collector() -> None:
+    settings = {"frames_per_batch": 10, "total_frames": 10}
+    with torchrl.service_backend("process"), dc.Collector(make_env, **settings) as collector:
+        assert isinstance(collector, dc.MultiAsyncCollector)
+        with dc.Collector(make_env, backend="direct", **settings) as inner:
+            assert isinstance(inner, dc.Collector)
+    wrong = pytest.raises(dc.ArgumentError, match=r"'thread' of an enclosing torchrl\.service_bac")
+    with torchrl.service_backend("thread"), wrong:
+        dc.Collector(make_env, **settings)
 
 
 def test_one_worker_gives_trajectories_the_ids_that_they_have_without_workers() -> None:

@@ -126,6 +126,7 @@ PARTS = [
 OF_OBJECTS = {
     "_shm_done_flags _workers": "torchrl",
     "_worker_indices": "torchrl, since 0.14",
+    "_get_service_backend": "torchrl, since 0.14: of a module",
 }
 # Public, although their names begin with an underscore.
 PUBLIC = {
