@@ -181,26 +181,25 @@ def test_one_worker_gives_trajectories_the_ids_that_they_have_without_workers() 
 
 
 @pytest.mark.filterwarnings("ignore:Profiler won't be using warmup")
-@pytest.mark.parametrize("where", ["in process", "two workers"])
-def test_the_first_rollouts_are_profiled_where_envs_are_stepped(where: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(  # 9: it is disabled before
+    ("kind", "num_rollouts"), [(dc.Collector, 3), (dc.Collector, 9), (dc.MultiSyncCollector, 9)]
+)
+def test_the_first_rollouts_are_profiled_where_envs_are_stepped(
+    kind: type[dc.DataCollectorBase], num_rollouts: int, tmp_path: Path
+) -> None:
     def marks(batch: TensorDict) -> None:
         worker_id = int(batch["collector", "worker_id"].flatten()[0])
         (tmp_path / f"marked_{worker_id}").touch()
 
     settings: dict[str, Any] = {"frames_per_batch": 20, "post_collect_hook": marks}
-    if where == "in process":
-        collector: Any = dc.Collector(make_env, **settings)
-        expected = "0", 1  # which worker was profiled, and the number of those that called the hook
-    else:
-        collector, expected = dc.MultiSyncCollector([make_env, make_env], **settings), ("1", 2)
     chosen = {"workers": [1], "save_path": tmp_path / "trace_{worker_idx}.json"}
-    with collector:
+    with kind([make_env, make_env], **settings) as collector:
         with pytest.raises(dc.ArgumentError, match="must be greater than warmup_rollouts"):
             collector.enable_profile(num_rollouts=1)
         assert collector.profile_config is None
-        collector.enable_profile(num_rollouts=9, **chosen)
-        collector.enable_profile(num_rollouts=3, activities=None, **chosen)
-        assert collector.profile_config.num_rollouts == 3
+        collector.enable_profile(num_rollouts=2, **chosen)
+        collector.enable_profile(num_rollouts=num_rollouts, activities=None, **chosen)
+        assert collector.profile_config.num_rollouts == num_rollouts
         for _ in range(3):
             collector.next()
         with pytest.raises(dc.CollectorStateError, match="Cannot enable profiling"):
@@ -211,6 +210,8 @@ def test_the_first_rollouts_are_profiled_where_envs_are_stepped(where: str, tmp_
         assert collector.post_collect_hook is marks
     [trace] = tmp_path.glob("trace_*")
     assert "cartpole.py" in trace.read_text()
+    # Which worker was profiled, and the number of those that called the hook.
+    expected = ("0", 1) if kind is dc.Collector else ("1", 2)
     assert (trace.name[6], len([*tmp_path.glob("marked_*")])) == expected
 
 
