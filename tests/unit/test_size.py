@@ -14,7 +14,7 @@ from helpers.paths import ROOT
 
 PACKAGE = ROOT / "distcollect"
 LONGEST_MODULE = 450
-LIMITS = {PACKAGE: 28_433, PACKAGE / "commands": 1_981, ROOT / "tests": 35_622}
+LIMITS = {PACKAGE: 28_434, PACKAGE / "commands": 1_981, ROOT / "tests": 35_623}
 LIMITS |= {PACKAGE / "net": 1_402, PACKAGE / "transport": 1_193}
 
 
