@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -570,15 +569,39 @@ class DataCollectorBase(ABC):
         self.post_collect_hook = hook
 
     def enable_profile(self, **settings: Any) -> None:
-        """Warn that it has no effect: here ``trace="FILE"`` records the run."""
-        warnings.warn(
-            f"enable_profile({', '.join(settings)}) has no effect here: pass trace='FILE' to the "
-            "collector, or set a post_collect_hook that calls torch.profiler",
-            stacklevel=2,
-        )
+        """Have TorchRL's profiler record the first rollouts, in the process that steps the envs.
 
-    def disable_profile(self) -> None:  # noqa: B027 - there is nothing to do
-        """Nothing, see :meth:`enable_profile`."""
+        Args:
+            settings: those of TorchRL's method of this name.
+
+        Raises:
+            ArgumentError: TorchRL is not installed, or refuses them.
+            CollectorStateError: there was a batch already.
+        """
+        if self._backend.batches:
+            raise CollectorStateError(
+                "Cannot enable profiling after iteration has begun: call enable_profile() before "
+                "the first batch"
+            )
+        self.disable_profile()
+        remedy = "it needs TorchRL, and takes the fields of its ProfileConfig"
+        with checks.refusing("enable_profile() can't do this", remedy, Exception):
+            hook = load("profiler")(
+                self.post_collect_hook, settings, has_workers=bool(self._map_targets)
+            )
+        self.post_collect_hook = hook
+
+    def disable_profile(self) -> None:
+        """End what :meth:`enable_profile` began, if there is anything."""
+        if self.profile_config is not None:
+            hook: Any = self.post_collect_hook
+            hook.stop()
+            self.post_collect_hook = hook.before
+
+    @property
+    def profile_config(self) -> Any:
+        """TorchRL's ``ProfileConfig`` of the profile that is enabled; None: none is."""
+        return getattr(self.post_collect_hook, "profile_config", None)
 
     def getattr_policy(self, attr: str) -> Any:
         """An attribute of the policy in this process."""

@@ -477,8 +477,8 @@ class GenericOptions(SyncOptions):
     Attributes:
         backend: where envs are stepped: "direct" in this process, "process" in local worker
             processes, "rpc" or "distributed" in workers on any hosts, which differ by their
-            ``transport``, "ray" in workers that a Ray cluster starts; None: "process" if
-            ``num_collectors`` is given, else "direct".
+            ``transport``, "ray" in workers that a Ray cluster starts; None: that of TorchRL's
+            ``service_backend``, or "process" if ``num_collectors`` is given, else "direct".
         backend_options: further arguments for the collector that the backend selects.
         num_collectors: number of workers; None: one for each maker in a list, else one.
         sync: with workers, True: a batch is one rollout from each; False: from one of them.
@@ -545,12 +545,19 @@ setattr(Collector.__new__, "__signature__", inspect.signature(Collector.__init__
 
 
 def _backend(kwargs: Mapping[str, Any]) -> str:
-    given, count = kwargs.get("backend"), checks.plain(kwargs.get("num_collectors"))
+    given, origin = kwargs.get("backend"), ""
+    count = checks.plain(kwargs.get("num_collectors"))
     checks.positive("num_collectors", count, optional=True)
+    if given is None:
+        given, origin = (
+            load("backend of a context")(),
+            " of an enclosing torchrl.service_backend context",
+        )
     if given is None:
         return "direct" if count is None else "process"
     if given not in _BACKENDS:
-        raise ArgumentError(f"backend={given!r}: use one of {', '.join(map(repr, _BACKENDS))}")
+        names = ", ".join(map(repr, _BACKENDS))
+        raise ArgumentError(f"backend={given!r}{origin}: use one of {names}")
     return _BACKENDS[given]
 
 

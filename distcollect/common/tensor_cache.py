@@ -47,7 +47,7 @@ def block(num_bytes: int) -> np.ndarray:
         memory = np.empty(num_bytes, np.uint8)
     # All in this memory keep the view alive, so it is unused once the view is freed. An array made
     # from a plain slice would refer to the whole memory instead.
-    view = np.frombuffer(memoryview(memory), np.uint8)
+    view = np.frombuffer(memory.data, np.uint8)
     weakref.finalize(view, unused.append, memory).atexit = False
     return view
 

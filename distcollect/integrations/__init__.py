@@ -13,6 +13,7 @@ from typing import Any
 
 # What it is for, and the module or the name in one that does it.
 _ENTRY_POINTS = {
+    "backend of a context": "distcollect.integrations.torchrl.arguments:backend_of_context",
     "check of a buffer": "distcollect.integrations.torchrl.storages:check_can_hold",
     "collector of ray": "distcollect.integrations.ray.collector:RayDataCollector",
     "engine of torchrl": "distcollect.integrations.torchrl.engine:TensorDictEngine",
@@ -22,6 +23,7 @@ _ENTRY_POINTS = {
     "ids of envpool": "distcollect.integrations.envpool.kind:EnvPoolMaker",
     "names of arguments": "distcollect.integrations.torchrl.arguments:translated",
     "names of weights": "distcollect.integrations.torchrl.weights:weights_among",
+    "profiler": "distcollect.integrations.torchrl.profiler:ProfilerHook",
     "ray job": "distcollect.integrations.ray.job",
     "rounding of frames": "distcollect.integrations.torchrl.arguments:may_make_torchrl_envs",
     "storage of a buffer": "distcollect.integrations.torchrl.storages:storage_of",

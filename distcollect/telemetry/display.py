@@ -181,7 +181,8 @@ def _lag(stats: Stats) -> str:
 
 def _waiting(stats: Stats) -> str:
     waits = stats.trainer.collect + stats.trainer.transfer + stats.trainer.weights
-    return f"trainer waits {waits:.0%} of the time, workers wait {stats.times.wait:.0%}"
+    workers = "" if stats.in_process else f", workers wait {stats.times.wait:.0%}"
+    return f"trainer waits {waits:.0%} of the time{workers}"
 
 
 def _lost(stats: Stats) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -18,7 +19,8 @@ import distcollect as dc
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    theirs = pytest.importorskip("torchrl.collectors", reason="torchrl is not installed")
+    torchrl = pytest.importorskip("torchrl", reason="torchrl is not installed")
+    import torchrl.collectors as theirs
     from torchrl._utils import seed_generator
     from torchrl.data import LazyTensorStorage, ReplayBuffer
     from torchrl.envs import GymEnv, SerialEnv
@@ -151,14 +153,66 @@ def test_collectors_are_instances_of_torchrls_classes() -> None:
         assert isinstance(collector, theirs.Collector)
         assert not isinstance(collector, theirs.MultiCollector)
         assert collector.compiled_policy is collector.cudagraphed_policy is False
-        with pytest.warns(UserWarning, match="no effect here: pass trace='FILE'"):
-            collector.enable_profile(num_rollouts=3)
-        assert collector.next().numel() == 10
-        collector.disable_profile()
     with dc.MultiSyncCollector([make_env], frames_per_batch=10) as workers:
         assert isinstance(workers, theirs.MultiSyncCollector)
         assert isinstance(workers, theirs.MultiCollector)
         assert not isinstance(workers, theirs.Collector | theirs.MultiAsyncCollector)
+
+
+@pytest.mark.skipif(not hasattr(torchrl, "service_backend"), reason="this TorchRL has none")
+def test_a_context_of_torchrl_selects_the_collector() -> None:
+    settings = {"frames_per_batch": 10, "total_frames": 10}
+    with torchrl.service_backend("process"), dc.Collector(make_env, **settings) as collector:
+        assert isinstance(collector, dc.MultiAsyncCollector)
+        with dc.Collector(make_env, backend="direct", **settings) as inner:
+            assert isinstance(inner, dc.Collector)
+    wrong = pytest.raises(dc.ArgumentError, match=r"'thread' of an enclosing torchrl\.service_bac")
+    with torchrl.service_backend("thread"), wrong:
+        dc.Collector(make_env, **settings)
+
+
+def test_one_worker_gives_trajectories_the_ids_that_they_have_without_workers() -> None:
+    ids = []
+    for kind in (dc.Collector, dc.AsyncCollector, dc.MultiSyncCollector, dc.Collector):
+        with kind([make_env], frames_per_batch=60) as collector:
+            collector.set_seed(1)
+            ids.append(collector.next()["collector", "traj_ids"].flatten())
+    assert all(torch.equal(each, ids[0]) for each in ids)
+
+
+@pytest.mark.filterwarnings("ignore:Profiler won't be using warmup")
+@pytest.mark.parametrize(  # 9: it is disabled before
+    ("kind", "num_rollouts"), [(dc.Collector, 3), (dc.Collector, 9), (dc.MultiSyncCollector, 9)]
+)
+def test_the_first_rollouts_are_profiled_where_envs_are_stepped(
+    kind: type[dc.DataCollectorBase], num_rollouts: int, tmp_path: Path
+) -> None:
+    def marks(batch: TensorDict) -> None:
+        worker_id = int(batch["collector", "worker_id"].flatten()[0])
+        (tmp_path / f"marked_{worker_id}").touch()
+
+    settings: dict[str, Any] = {"frames_per_batch": 20, "post_collect_hook": marks}
+    chosen = {"workers": [1], "save_path": tmp_path / "trace_{worker_idx}.json"}
+    with kind([make_env, make_env], **settings) as collector:
+        with pytest.raises(dc.ArgumentError, match="must be greater than warmup_rollouts"):
+            collector.enable_profile(num_rollouts=1)
+        assert collector.profile_config is None
+        collector.enable_profile(num_rollouts=2, **chosen)
+        collector.enable_profile(num_rollouts=num_rollouts, activities=None, **chosen)
+        assert collector.profile_config.num_rollouts == num_rollouts
+        for _ in range(3):
+            collector.next()
+        with pytest.raises(dc.CollectorStateError, match="Cannot enable profiling"):
+            collector.enable_profile()
+        collector.disable_profile()
+        collector.disable_profile()
+        assert collector.profile_config is None
+        assert collector.post_collect_hook is marks
+    [trace] = tmp_path.glob("trace_*")
+    assert "cartpole.py" in trace.read_text()
+    # Which worker was profiled, and the number of those that called the hook.
+    expected = ("0", 1) if kind is dc.Collector else ("1", 2)
+    assert (trace.name[6], len([*tmp_path.glob("marked_*")])) == expected
 
 
 @pytest.mark.parametrize("name", ["rollout", "iterator"])

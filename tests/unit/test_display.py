@@ -41,6 +41,7 @@ def test_what_the_display_has() -> None:
         "1 restart"
     )
     assert log_line(replace(STATS, may_be_lost=9)).endswith(rest)
+    assert "workers wait" not in log_line(replace(STATS, in_process=True))
     assert "(0%), years to go" in log_line(replace(STATS, total_frames=sys.maxsize))
 
 

@@ -104,6 +104,12 @@ PARTS = [
         _OWN_METHOD,
     ),
     Part(
+        "torchrl.collectors._base",
+        "_ProfilerHook",
+        "to profile the first rollouts",
+        "ArgumentError of enable_profile(), which names it",
+    ),
+    Part(
         "submitit.slurm.slurm",
         "_make_sbatch_string",
         "to show and test an sbatch file before a job is submitted",
@@ -120,6 +126,7 @@ PARTS = [
 OF_OBJECTS = {
     "_shm_done_flags _workers": "torchrl",
     "_worker_indices": "torchrl, since 0.14",
+    "_get_service_backend": "torchrl, since 0.14: of a module",
 }
 # Public, although their names begin with an underscore.
 PUBLIC = {
@@ -133,6 +140,7 @@ OBJECTS = {name for names in OF_OBJECTS for name in names.split()}
 NAMES = {name for part in PARTS for name in part.name.split()}
 
 
+@pytest.mark.filterwarnings("ignore:Creating .* WeightUpdaterBase:DeprecationWarning")
 @pytest.mark.parametrize("part", PARTS, ids=str)
 def test_it_is_there(part: Part) -> None:
     package = part.owner.split(".", maxsplit=1)[0]

@@ -247,6 +247,12 @@ def may_make_torchrl_envs(makers: Sequence[object]) -> bool:
     )
 
 
+def backend_of_context() -> Any:
+    """The backend that an enclosing ``torchrl.service_backend(...)`` selects; None: none does."""
+    module = sys.modules.get("torchrl._comm.backends")  # there is none before TorchRL 0.14
+    return getattr(module, "_get_service_backend", lambda: None)()
+
+
 # TorchRL's name for each class of ours that it has too.
 _THEIR_CLASSES = {
     "DataCollectorBase": "BaseCollector",
