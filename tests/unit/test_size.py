@@ -14,8 +14,8 @@ from helpers.paths import ROOT
 
 PACKAGE = ROOT / "distcollect"
 LONGEST_MODULE = 450
-LIMITS = {PACKAGE: 28_375, PACKAGE / "commands": 1_981, ROOT / "tests": 35_561}
-LIMITS |= {PACKAGE / "net": 1_402, PACKAGE / "transport": 1_193}
+LIMITS = {PACKAGE: 28_380, PACKAGE / "commands": 1_981, ROOT / "tests": 35_602}
+LIMITS |= {PACKAGE / "net": 1_407, PACKAGE / "transport": 1_193}
 
 
 def code_lines(path: Path) -> int:
