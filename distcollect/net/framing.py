@@ -35,7 +35,7 @@ _NUMBER = struct.Struct("!Q")
 _LENGTH_BITS = 24
 MAX_FRAME = 1 << 20  # bytes; what a peer without the token may send is far less
 # Above, a packet is large. 512 KiB take 5 ms on a network of 1 Gbit/s.
-_CHUNK = 512 * 1024
+_CHUNK = 512 * 1024 - _WORD.size
 # A connection with more to send lets others have their turn after so many chunks.
 _CHUNKS_AT_ONCE = 8
 _MAX_VIEWS = 64  # that are sent or received by one call

@@ -33,7 +33,7 @@ _CERT, _KEY, _CA = "DISTCOLLECT_TLS_CERT", "DISTCOLLECT_TLS_KEY", "DISTCOLLECT_T
 _LIMIT_S = 30.0
 _DAYS = 3650
 # What is encrypted at once, or received at once and then decrypted: it fits into a core's cache.
-_PIECE_BYTES = 128 * 1024
+_PIECE_BYTES = 256 * 1024
 _FEW_BYTES = 1024  # that are received at once while TLS's own handshake goes on
 
 
