@@ -209,6 +209,9 @@ class ControlConnection:
                     self.sock.settimeout(max(0.001, deadline - time.monotonic()))
                 if not self._read():
                     return None
+            except BlockingIOError:  # nothing but TLS's own messages came, or a part of one
+                if deadline is not None and time.monotonic() > deadline:
+                    return None
             except OSError:  # a TimeoutError may be the kernel's: the host can't be reached
                 return None
         return frame

@@ -25,7 +25,7 @@ import struct
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from distcollect.errors import LaunchError
@@ -35,11 +35,11 @@ _NUMBER = struct.Struct("!Q")
 _LENGTH_BITS = 24
 MAX_FRAME = 1 << 20  # bytes; what a peer without the token may send is far less
 # Above, a packet is large. 512 KiB take 5 ms on a network of 1 Gbit/s.
-_CHUNK = 512 * 1024
+_CHUNK = 512 * 1024 - _WORD.size
 # A connection with more to send lets others have their turn after so many chunks.
 _CHUNKS_AT_ONCE = 8
 _MAX_VIEWS = 64  # that are sent or received by one call
-_READ_BYTES, _FEW_BYTES = 65536, 1024
+_READ_BYTES, RECORD_BYTES = 65536, 16_640  # the second is the most that a record of TLS has
 _TCP_RTO_MAX_MS = 44  # in linux/tcp.h
 
 Buffer: TypeAlias = Any  # bytes, or what a memoryview can be made of
@@ -156,12 +156,13 @@ class FrameReader:
             OSError: nothing is there, or the connection is broken.
         """
         if self._chunk_rest:
-            views = _front(self._incoming[0].empty, self._chunk_rest)
+            views = front(self._incoming[0].empty, self._chunk_rest)
             num_bytes: int = sock.recvmsg_into(views)[0]
             self._filled(num_bytes)
             return num_bytes > 0
-        # Little of what belongs to a large packet is to be read into this buffer first.
-        data = sock.recv(_FEW_BYTES if self._incoming else min(_READ_BYTES, self.max_frame))
+        # Little of what belongs to a large packet is to be read into this buffer first; and little
+        # at once of a peer without a proof, as TLS's own messages take long for their size.
+        data = sock.recv(RECORD_BYTES if self._incoming else min(_READ_BYTES, self.max_frame // 4))
         self.feed(data)
         return bool(data)
 
@@ -224,15 +225,15 @@ def _views(parts: Sequence[Buffer]) -> deque[memoryview]:
     return deque(memoryview(part).cast("B") for part in parts if len(part))
 
 
-def _front(views: deque[memoryview], num_bytes: int) -> list[memoryview]:
+def front(views: Iterable[memoryview], num_bytes: int) -> list[memoryview]:
     """Return so many bytes from the front of ``views``, or fewer if these are too many views."""
-    front: list[memoryview] = []
+    found: list[memoryview] = []
     for view in itertools.islice(views, _MAX_VIEWS):
-        front.append(view[:num_bytes])
-        num_bytes -= len(front[-1])
+        found.append(view[:num_bytes])
+        num_bytes -= len(found[-1])
         if not num_bytes:
             break
-    return front
+    return found
 
 
 def _advance(views: deque[memoryview], num_bytes: int) -> None:
@@ -314,7 +315,7 @@ class Outbox:
 
     def _cut_chunk(self) -> None:
         """Move the next chunk of a large packet to what is sent next."""
-        views = _front(self._large[0], _CHUNK)
+        views = front(self._large[0], _CHUNK)
         num_bytes = sum(map(len, views))
         _advance(self._large[0], num_bytes)
         if not self._large[0]:

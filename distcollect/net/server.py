@@ -464,6 +464,7 @@ class JoinServer:
         if connection.is_over:
             return
         for _ in range(_READS_AT_ONCE):
+            connection.num_reads += 1
             try:
                 if connection.is_shaking_hands:
                     connection.sock.do_handshake()
@@ -472,6 +473,7 @@ class JoinServer:
                     self._drop(connection)
                     return
             except BlockingIOError:
+                self._handle_all(connection)
                 return
             except OSError:
                 self._drop(connection)
@@ -485,7 +487,6 @@ class JoinServer:
 
     def _handle_all(self, connection: Connection) -> None:
         """Handle all frames that have come."""
-        connection.num_reads += 1
         try:
             while not connection.is_over and (frame := connection.reader.next()) is not None:
                 self._handle(connection, frame)

@@ -16,13 +16,14 @@ import os
 import ssl
 import subprocess
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from distcollect.common.checks import refusing
 from distcollect.common.memory_segment import small_file
 from distcollect.errors import ArgumentError, LaunchError
+from distcollect.net.framing import RECORD_BYTES, front
 from distcollect.net.interfaces import is_loopback
 
 log = logging.getLogger(__name__)
@@ -32,15 +33,17 @@ TLS, TOKEN = "tls", "token"
 _CERT, _KEY, _CA = "DISTCOLLECT_TLS_CERT", "DISTCOLLECT_TLS_KEY", "DISTCOLLECT_TLS_CA"
 _LIMIT_S, _DAYS = 30.0, 3650
 _NAME_A_FILE = "name a file of certificates (PEM)"
-# What is encrypted or decrypted by one call, while which nobody else can use the connection.
-_MOST_BYTES = 128 * 1024
+# What is encrypted at once, or received at once and then decrypted: it fits into a core's cache.
+_PIECE_BYTES = 256 * 1024
+_FEW_BYTES = 1024  # that are received at once while TLS's own handshake goes on
 
 
 class TlsSocket:
     """A socket with TLS, of which the rest of the package uses what a plain socket has too.
 
     What is encrypted goes through memory. So many records, each of 16 KiB at most, are sent or
-    received by one call of the system, which takes more time than to copy them. OpenSSL allows one
+    received by one call of the system, which takes more time than to copy them; and a peer that
+    sends nothing but TLS's own messages can't keep the thread that reads them. OpenSSL allows one
     thread at a time to read or write.
     """
 
@@ -51,39 +54,40 @@ class TlsSocket:
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=is_trainer)
         self._unsent = memoryview(b"")  # of what is encrypted
         self._num_encrypted = 0  # the bytes that this was
-        self.fileno = sock.fileno
-        self.settimeout = sock.settimeout
-        self.setblocking = sock.setblocking
-        self.shutdown = sock.shutdown
-        self.close = sock.close
+        for name in ("fileno", "settimeout", "setblocking", "shutdown", "close"):
+            setattr(self, name, getattr(sock, name))
 
     def do_handshake(self) -> None:
         """Go on with TLS's own handshake.
 
         Raises:
-            BlockingIOError: the peer has to go on first.
+            BlockingIOError: the peer has to go on first, also if the socket blocks.
             OSError: it failed.
         """
         with self._lock:
-            while True:
-                with contextlib.suppress(ssl.SSLWantReadError):
-                    try:
-                        return self._tls.do_handshake()
-                    finally:
-                        self._sock.sendall(self._outgoing.read())  # also why it failed
-                self._receive()
+            self._do(_FEW_BYTES, self._shake_hands)
 
-    def _receive(self) -> None:
-        data = self._sock.recv(_MOST_BYTES)
-        if not data:
-            raise ConnectionResetError("the peer is gone")
-        self._incoming.write(data)
+    def _shake_hands(self) -> None:
+        try:
+            self._tls.do_handshake()
+        finally:
+            self._sock.sendall(self._outgoing.read())  # also why it failed
 
-    def _read(self, *args: Any) -> Any:
-        while True:
-            with contextlib.suppress(ssl.SSLWantReadError):
-                return self._tls.read(*args)
-            self._receive()
+    def _do(self, most_bytes: int, work: Callable[..., Any], *args: Any) -> Any:
+        """Do what may need bytes of the peer; receive them only once."""
+        with contextlib.suppress(ssl.SSLWantReadError):
+            return work(*args)
+        self._receive(most_bytes)
+        with contextlib.suppress(ssl.SSLWantReadError):
+            return work(*args)
+        raise BlockingIOError("the peer has to send more")
+
+    def _receive(self, most_bytes: int) -> None:
+        """Receive what is to be decrypted, if it is there."""
+        with contextlib.suppress(BlockingIOError):
+            data = self._sock.recv(most_bytes)
+            # The end is told by what reads, after what came before it.
+            self._incoming.write(data) if data else self._incoming.write_eof()
 
     @property
     def fingerprint(self) -> bytes:
@@ -96,30 +100,36 @@ class TlsSocket:
             return self._tls.pending() + self._incoming.pending
 
     def recv(self, num_bytes: int) -> bytes:
+        """Receive, of what is encrypted no more than so much either.
+
+        Raises:
+            BlockingIOError: there is nothing to read yet, also if the socket blocks.
+        """
         with self._lock:
-            return bytes(self._read(num_bytes))
+            return bytes(self._do(num_bytes, self._tls.read, num_bytes))
 
     def recvmsg_into(self, buffers: Iterable[memoryview]) -> tuple[int]:
-        num_bytes, read = 0, self._read
+        """Receive what has come, as far as there is room; the socket must not block."""
+        num_bytes, read = 0, self._tls.read
         with self._lock, contextlib.suppress(ssl.SSLWantReadError):
             for buffer in buffers:
                 rest = buffer
-                while rest and num_bytes < _MOST_BYTES and (num_read := read(len(rest), rest)):
+                while rest:
+                    if self._incoming.pending < RECORD_BYTES:
+                        self._receive(_PIECE_BYTES)
+                    if not (num_read := int(read(len(rest), rest))):
+                        return (num_bytes,)
                     num_bytes += num_read
                     rest = rest[num_read:]
-                    read = self._tls.read  # only what is there
+        if not num_bytes:
+            raise BlockingIOError("the peer has to send more")
         return (num_bytes,)
 
     def sendmsg(self, buffers: Iterable[memoryview]) -> int:
         """Send of the buffers; after a BlockingIOError they have to be the same again."""
         with self._lock:
             if not self._unsent:
-                self._num_encrypted = 0
-                for buffer in buffers:
-                    room = _MOST_BYTES - self._num_encrypted
-                    self._num_encrypted += self._tls.write(buffer[:room])
-                    if len(buffer) >= room:
-                        break
+                self._num_encrypted = sum(map(self._tls.write, front(buffers, _PIECE_BYTES)))
                 self._unsent = memoryview(self._outgoing.read())
             while self._unsent:
                 self._unsent = self._unsent[self._sock.send(self._unsent) :]
@@ -281,7 +291,9 @@ def joining_tls(sock: Any) -> TlsSocket:
             context.load_verify_locations(cadata=Path(authority).read_text("ascii", "ignore"))
     secured = TlsSocket(sock, context, is_trainer=False)
     try:
-        secured.do_handshake()
+        while True:
+            with contextlib.suppress(BlockingIOError):
+                secured.do_handshake()
+                return secured
     except ssl.SSLCertVerificationError as error:
         raise LaunchError(f"its certificate is refused ({_CA}={authority}): {error}") from error
-    return secured

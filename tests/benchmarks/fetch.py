@@ -114,7 +114,7 @@ class _Bare:
 
 
 def _send(port: int, num_bytes: int, has_tls: bool) -> None:
-    data = bytes(num_bytes)
+    data = b"x" * num_bytes  # bytes(num_bytes) is one page of zeros, which stays in the cache
     sock: Any = socket.create_connection(("127.0.0.1", port))
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if has_tls:

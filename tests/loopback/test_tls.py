@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import _ssl
 import contextlib
+import ctypes
 import re
 import socket
 import ssl
@@ -127,6 +129,12 @@ def test_nobody_in_between_can_relay(
     assert "another one" in events.next("refused")
 
 
+def shake_hands(sock: TlsSocket) -> None:
+    while True:
+        with contextlib.suppress(BlockingIOError):
+            return sock.do_handshake()
+
+
 def test_what_comes_after_the_end_is_read_within_tls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the rest of a rollout would be filled with ciphertext, or with what a stranger sends."""
     monkeypatch.setenv("DISTCOLLECT_TLS_CERT", CERTIFICATE)
@@ -135,7 +143,7 @@ def test_what_comes_after_the_end_is_read_within_tls(monkeypatch: pytest.MonkeyP
     ours, theirs = socket.socketpair()
     ours.settimeout(SOON_S)
     trainer = TlsSocket(ours, tls.context, is_trainer=True)
-    shaking = run_aside(trainer.do_handshake)
+    shaking = run_aside(shake_hands, trainer)
     worker = joining_tls(theirs)
     assert shaking is not None
     shaking.join()
@@ -233,6 +241,48 @@ def test_strangers_that_leave_as_tls_begins_do_not_end_the_server(
     client = connect(server)
     assert client.join(hello(), TOKEN) == WELCOME
     events.next("admitted")
+
+
+def key_updates(number: int, stranger: ssl.SSLObject, sent: ssl.MemoryBIO) -> bytes:
+    """Messages that are TLS's own: they may come at any time, and Python's ssl makes none."""
+    library = ctypes.PyDLL(_ssl.__file__)
+    if not hasattr(library, "SSL_key_update"):
+        pytest.skip("this Python hides its OpenSSL")
+    # In C, a PyObject_HEAD of two words, a pointer, and this one.
+    inner = id(stranger._sslobj)  # type: ignore[attr-defined]
+    own = ctypes.c_void_p.from_address(inner + 3 * ctypes.sizeof(ctypes.c_void_p))
+    for _ in range(number):
+        assert library.SSL_key_update(own, 0) == 1
+        assert library.SSL_do_handshake(own) == 1
+    return sent.read()
+
+
+def test_a_stranger_that_sends_only_messages_of_tls_itself_is_refused_soon(
+    server: JoinServer, events: Recorder, connect: Connect
+) -> None:
+    """Each takes 13 us to read: the thread that serves all must not go on while there are more."""
+    client = connect(server)
+    client.join(hello(), TOKEN)
+    events.next("admitted")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    received, sent = ssl.MemoryBIO(), ssl.MemoryBIO()
+    stranger = context.wrap_bio(received, sent)
+    with socket.create_connection(("127.0.0.1", server.port), SOON_S) as sock:
+        sock.sendall(encode(Opening()))
+        assert decode(read(sock)) == StartTls()
+        while True:
+            with contextlib.suppress(ssl.SSLWantReadError):
+                stranger.do_handshake()
+                break
+            sock.sendall(sent.read())
+            received.write(sock.recv(65536))
+        sock.sendall(sent.read())
+        with contextlib.suppress(OSError):  # once it is closed
+            sock.sendall(key_updates(5_000, stranger, sent))
+        assert "doesn't have this run's token" in events.next("refused")
+    client.send(Kill(1, 2))
+    assert events.next("received") == Kill(1, 2)
 
 
 class Between:
