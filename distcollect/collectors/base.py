@@ -349,8 +349,11 @@ class DataCollectorBase(ABC):
                 process steps; workers always close theirs.
 
         Raises:
+            ArgumentError, ArgumentTypeError: ``timeout`` is negative, or no number.
             The error that ended collection in the background.
         """
+        if timeout:
+            timeout = checks.seconds(f"timeout={timeout!r}", timeout)
         background = self._background
         if background is not None:
             background.stop()

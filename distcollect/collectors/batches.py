@@ -458,9 +458,7 @@ class Backend(ABC):
         """
         if timeout_s is None:
             return self._options.fault_limits.batch_timeout_s
-        limit_s: float = checks.plain(timeout_s)
-        checks.seconds(f"timeout_s={limit_s!r}", limit_s)
-        return limit_s
+        return checks.seconds(f"timeout_s={timeout_s!r}", timeout_s)
 
     # What the user asks for between two batches.
 

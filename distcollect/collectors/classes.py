@@ -305,8 +305,7 @@ class RPCDataCollector(DataCollectorBase):
             BatchTimeout, EnvError, PolicyError, WorkerLost: as :meth:`next`.
         """
         self._check_hands_over("hand_over")
-        keep_s = checks.plain(keep_s)
-        checks.seconds(f"keep_s={keep_s!r}", keep_s)
+        keep_s = checks.seconds(f"keep_s={keep_s!r}", keep_s)
         with self._ended_by_errors(), self._backend:
             return self._backend.hand_over(timeout_s, keep_s)
 

@@ -76,8 +76,8 @@ def _number(what: str, value: Any, kind: str) -> None:
 _LONGEST_S = 1e8
 
 
-def seconds(what: str, value: Any) -> None:
-    """Raise unless ``value`` is a number of seconds that a wait can have as its limit.
+def seconds(what: str, value: Any) -> float:
+    """Return a number of seconds that a wait can have as its limit, as Python's.
 
     Args:
         what: how the error names it, with the value.
@@ -87,9 +87,11 @@ def seconds(what: str, value: Any) -> None:
         ArgumentError: it is not above 0, or above 1e8.
         ArgumentTypeError: it is no number.
     """
-    _number(what, value, "a number of seconds")
-    if not 0 < value <= _LONGEST_S:
+    limit_s: float = plain(value)
+    _number(what, limit_s, "a number of seconds")
+    if not 0 < limit_s <= _LONGEST_S:
         raise ArgumentError(f"{what}: must be above 0 seconds, and at most 1e8 (three years)")
+    return limit_s
 
 
 def devices_among(worker_ids: object) -> list[torch.device]:

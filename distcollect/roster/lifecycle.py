@@ -472,8 +472,8 @@ class Lifecycle(HostEvents):
         del self.processes[process.key]
         worker_id = process.worker_id
         left = self._membership.state(worker_id) is WorkerState.LEFT
-        failure, cause = process.death, process.cause(left=left)
-        self._deaths[worker_id] = "it left" if left else message_of(failure)
+        failure, cause = process.death(left=left), process.cause(left=left)
+        self._deaths[worker_id] = message_of(failure)
         self._publish()  # first: who waits for ends looks at the states
         self._status.ends.note(worker_id, WorkerEnd(failure, is_hang=cause == "hung"))
         stopping = self._status.is_stopping

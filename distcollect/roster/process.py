@@ -62,14 +62,15 @@ class Process:
         hello = self.connection.hello
         return f" (pid {hello.pid} on {hello.host})"
 
-    @property
-    def death(self) -> DistCollectError:
-        """The error for its end."""
+    def death(self, *, left: bool) -> DistCollectError:
+        """The error for its end; ``left``: it left on purpose."""
         if isinstance(self.failure, DeadlineError) and self.exit is not None and self.exit.reason:
             return DeadlineError(f"{self.failure}; {self.exit.reason}")
         if self.failure is not None:
             return self.failure
-        if self.exit is None:
+        if left:
+            message = "it has left, as it was asked to"
+        elif self.exit is None:
             message = "its connection to the trainer broke off"
         elif self.exit.reason:
             message = self.exit.reason

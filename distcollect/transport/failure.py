@@ -98,8 +98,12 @@ def users_traceback(error: BaseException) -> str:
     while isinstance(cause, DistCollectError) and cause.__cause__ is not None:
         cause = cause.__cause__
     shown = traceback.TracebackException.from_exception(cause)
+    is_users = not isinstance(cause, DistCollectError)
     part: traceback.TracebackException | None = shown
     while part is not None:
+        before = part.__context__.stack if is_users and part.__context__ is not None else ()
+        if any(line.filename.startswith(_PACKAGE) for line in before):
+            part.__context__ = None  # it was handled here, by calling the user's code again
         users = [line for line in part.stack if not line.filename.startswith(_LEFT_OUT)]
         part.stack = traceback.StackSummary.from_list(users)
         part = part.__cause__ or (None if part.__suppress_context__ else part.__context__)

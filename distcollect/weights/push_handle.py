@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
+from distcollect.common import checks
 from distcollect.common.signals import Wakeup
 from distcollect.errors import DistCollectError, WeightsTimeout
 
@@ -71,11 +72,14 @@ class PushHandle:
                 ``Faults.weights_timeout_s``.
 
         Raises:
+            ArgumentError, ArgumentTypeError: ``timeout_s`` is no number above 0.
             WeightsTimeout: some workers have not answered at the deadline, or no worker has the
                 weights; names the workers.
             WorkerError: no worker could receive the weights; WorkerLost if they are gone.
         """
-        limit = self._timeout_s if timeout_s is None else timeout_s
+        limit = self._timeout_s
+        if timeout_s is not None:
+            limit = checks.seconds(f"timeout_s={timeout_s!r}", timeout_s)
         if not self._changed.wait_until(lambda: not self._waited_for(), limit):
             raise WeightsTimeout(
                 f"version {self.version} is not acknowledged by workers {self._waited_for()} "

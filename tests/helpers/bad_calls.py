@@ -544,5 +544,7 @@ RUNNING: list[Row] = [
     (lambda: used(sync(frames_per_batch=10**13), next), ARGUMENT, "470,000.0 GB", "a smaller fram"),
     (lambda: used(sync(), lambda c: c.log({"x": 10**400})), ARGUMENT, "'x'", "too many digits"),
     (lambda: used(sync(), lambda c: c.next(timeout_s=-1)), ARGUMENT, "timeout_s=-1", "above 0"),
+    (lambda: used(sync(), lambda c: c.async_shutdown(-1)), ARGUMENT, "timeout=-1", "above 0"),
+    (lambda: dc.PushHandle(1, [0], 1).wait(float("nan")), ARGUMENT, "timeout_s=nan", "above 0"),
     (lambda: used(sync(), lambda c: c.evaluate(1, timeout_s="5")), KIND, "'5'", "of seconds"),
 ]

@@ -307,7 +307,10 @@ def test_released_workers_leave_without_losing_a_frame(marked: Marked, sync: boo
             checker.see(collector.next())
         with pytest.raises(dc.ArgumentError, match=r"no worker \[1\]"):
             collector.release(1)
-    assert set(balances(collector, checker)) <= {"shut_down"}
+        collector.release(0)
+        with pytest.raises(dc.WorkerLost, match=r"it has left, as it was asked to .*at least 1"):
+            until(collector, checker, lambda: False, SOON_S)
+    assert set(balances(collector, checker)) <= {"shut_down", "left"}
     assert marked.gone(END_S), marked.left()
 
 

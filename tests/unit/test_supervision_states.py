@@ -25,18 +25,18 @@ def test_the_error_of_a_death_says_how_far_the_process_was() -> None:
     early = Process(3, 0, 1)
     early.exit = ProcessExit(-9, 0)
     early.ended_in = WorkerPhase.STARTED
-    assert "before it had joined: killed by SIGKILL" in str(early.death)
+    assert "before it had joined: killed by SIGKILL" in str(early.death(left=False))
     late = Process(3, 0, 1)
     overdue = late.overdue(WorkerPhase.PROBING, "", 7.0)
     assert isinstance(overdue, DeadlineError)
     assert "did not make and reset its envs within 7 s" in str(overdue)
     late.ended_in = WorkerPhase.PROBING
-    assert "its connection to the trainer broke off" in str(late.death)
+    assert "its connection to the trainer broke off" in str(late.death(left=False))
     late.exit = ProcessExit(1, 0)
-    assert "its process ended: exit code 1" in str(late.death)
+    assert "its process ended: exit code 1" in str(late.death(left=False))
     assert late.cause(left=False) == "worker_lost"
     late.exit = ProcessExit(-9, 0, "it hung")
-    assert "it hung" in str(late.death)
+    assert "it hung" in str(late.death(left=False))
     assert late.cause(left=False) == "hung"
     late.is_retired = True
     assert late.cause(left=False) == "retired"

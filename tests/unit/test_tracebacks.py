@@ -38,6 +38,7 @@ def check(text: str, *names: str) -> None:
     assert all(f"in {name}\n" in text for name in names)
     assert "KeyError: 'no such level'" in text
     assert text.endswith("ValueError: not like this\n")
+    assert text.count("\nValueError") == 1, "an env that was made again raised the same"
     assert "/distcollect/" not in text.replace(__file__, "")
     assert "contextlib.py" not in text
 
@@ -50,7 +51,7 @@ def test_it_has_the_users_lines_only() -> None:
         dc.SyncDataCollector(
             lambda: Broken(gym.make("CartPole-v1")),
             frames_per_batch=4,
-            faults=dc.Faults(max_env_faults=0),
+            faults=dc.Faults(max_env_faults=1),
         ) as collector,
         pytest.raises(dc.EnvError) as caught_env,
     ):
