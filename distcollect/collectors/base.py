@@ -588,7 +588,7 @@ class DataCollectorBase(ABC):
             )
         self.disable_profile()
         remedy = "it needs TorchRL, and takes the fields of its ProfileConfig"
-        with checks.refusing("enable_profile() can't do this", remedy, Exception):
+        with refusing("enable_profile() can't do this", remedy, Exception):
             hook = load("profiler")(
                 self.post_collect_hook, settings, has_workers=bool(self._map_targets)
             )

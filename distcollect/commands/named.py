@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from distcollect.commands.argtypes import declare
-from distcollect.common.checks import refusing
+from distcollect.common.refusing import refusing
 from distcollect.engine.pickled_plan import take_state
 from distcollect.envs.make import check_env_id, make_by_id
 from distcollect.errors import ArgumentError

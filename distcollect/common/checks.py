@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import difflib
 import functools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,16 +14,6 @@ import torch
 from distcollect.errors import ArgumentError, ArgumentTypeError
 
 T = TypeVar("T")
-
-
-@contextlib.contextmanager
-def refusing(problem: str, remedy: str, errors: Any = OSError) -> Iterator[None]:
-    """Turn errors of these kinds into an ArgumentError: the problem, the error, and what to do."""
-    try:
-        yield
-    except errors as error:
-        why = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-        raise ArgumentError(f"{problem} ({why}): {remedy}") from error
 
 
 def plain(value: Any) -> Any:

@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from distcollect.common.checks import refusing
 from distcollect.common.memory_segment import small_file
+from distcollect.common.refusing import refusing
 from distcollect.errors import ArgumentError, LaunchError
 from distcollect.net.framing import RECORD_BYTES, front
 from distcollect.net.interfaces import is_loopback

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from distcollect.common.checks import refusing
+from distcollect.common.refusing import refusing
 from distcollect.rollout.layout import FAULTED, POLICY_VERSION, TRAJ_IDS, Layout
 from distcollect.rollout.spaces import Arrays, Key, indexable
 from distcollect.rollout.wire import WireForm, wire_layout

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distcollect.common.checks import refusing
+from distcollect.common.refusing import refusing
 from distcollect.results import Stats
 from distcollect.telemetry.figures import FIGURES, RUN, WORKER
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from distcollect.common.checks import refusing
+from distcollect.common.refusing import refusing
 from distcollect.config import Monitor
 from distcollect.results import Stats
 from distcollect.telemetry.bottleneck import find_bottleneck

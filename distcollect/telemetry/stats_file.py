@@ -19,7 +19,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from distcollect.common.checks import refusing
+from distcollect.common.refusing import refusing
 from distcollect.errors import ArgumentError
 from distcollect.results import Stats
 from distcollect.telemetry.bottleneck import find_bottleneck

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from distcollect.common.checks import refusing
+from distcollect.common.refusing import refusing
 from distcollect.common.threads import SerialThread
 from distcollect.errors import ArgumentTypeError
 from distcollect.rollout.header import Span

@@ -22,8 +22,8 @@ import tensordict
 import torch
 from tensordict import TensorDict
 
-from distcollect.common.checks import refusing
 from distcollect.common.files import replacing
+from distcollect.common.refusing import refusing
 from distcollect.errors import ArgumentError, CollectorStateError
 
 RECORD = "collect.json"

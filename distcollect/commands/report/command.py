@@ -10,7 +10,7 @@ from pathlib import Path
 from distcollect.commands.argtypes import declare
 from distcollect.commands.report.history import read
 from distcollect.commands.report.page import page
-from distcollect.common.checks import refusing
+from distcollect.common.refusing import refusing
 from distcollect.telemetry.stats_file import STATS_FILE, stats_file
 
 
