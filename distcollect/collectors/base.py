@@ -22,6 +22,7 @@ from distcollect.collectors.replay import RateLimited, ReplayBuffer
 from distcollect.collectors.resumption import Resumption
 from distcollect.common import checks, signals, tensor_cache
 from distcollect.common.forks import Owner
+from distcollect.common.refusing import refusing
 from distcollect.common.seeding import checked_seed
 from distcollect.errors import ArgumentError, ArgumentTypeError, CollectorStateError
 from distcollect.integrations import load
