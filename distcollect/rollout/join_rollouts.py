@@ -111,16 +111,13 @@ def _alone(
 ) -> tuple[torch.Tensor, np.ndarray] | None:
     """A leaf, if that is one part, small or alone in its memory: as tensor ``dims``, and array."""
     [part, *others] = parts
-    if others:
-        return None
-    if isinstance(part, torch.Tensor):
-        if part.untyped_storage().nbytes() != part.nbytes:
-            return None
-        return part.view(dims), tensor_cache.array_of(part)[None]
-    if part.nbytes >= _COPIED_BY_NUMPY_BYTES:
-        return None
-    array = part.copy()
-    return tensor_cache.tensor_of(array.reshape(dims), dtype), array
+    if not others and isinstance(part, torch.Tensor):
+        if part.untyped_storage().nbytes() == part.nbytes:
+            return part.view(dims), tensor_cache.array_of(part)[None]
+    elif not others and part.nbytes < _COPIED_BY_NUMPY_BYTES:
+        array = part.copy()
+        return tensor_cache.tensor_of(array.reshape(dims), dtype), array
+    return None
 
 
 def _fill(whole: np.ndarray, parts: Sequence[Any]) -> None:

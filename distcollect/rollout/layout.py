@@ -20,12 +20,8 @@ MASK: Key = ("collector", "mask")
 
 # What ends a frame, ``[n, T]`` in a rollout and ``[..., 1]`` in a batch.
 ENDS: dict[Key, Leaf] = {
-    leaf.key: leaf
-    for leaf in (
-        Leaf(("reward",), (), torch.float32),
-        Leaf(("terminated",), (), torch.bool),
-        Leaf(("truncated",), (), torch.bool),
-    )
+    (name,): Leaf((name,), (), torch.float32 if name == "reward" else torch.bool)
+    for name in ("reward", "terminated", "truncated")
 }
 _BOOKKEEPING = (
     Leaf(TRAJ_IDS, (), torch.int64),

@@ -123,13 +123,12 @@ class WireLayout:
         That are its tensors in the wires, or if it is packed arrays ``[k, *shape]``, of integers
         where numpy lacks the dtype. They may share the memory of ``wires``.
         """
-        large = iter(zip(*(wire[self._first_large :] for wire in wires), strict=True))
-        records: list[np.ndarray] = []
-        if size := self._record.itemsize:
-            packed = [wire[self._first_large - 1].numpy()[:size] for wire in wires]
-            if len(packed) > 1 and size < _STACKED_BELOW_BYTES:
-                packed = [np.concatenate(packed)]
-            records = [each.view(self._record) for each in packed]
+        large = zip(*(wire[self._first_large :] for wire in wires), strict=True)
+        size = self._record.itemsize
+        packed = [wire[self._first_large - 1].numpy()[:size] for wire in wires]
+        if len(packed) > 1 and size < _STACKED_BELOW_BYTES:
+            packed = [np.concatenate(packed)]
+        records = [each.view(self._record) for each in packed] if size else []
         return [
             [record[name] for record in records] if name else [*next(large)]
             for _, _, name in self._places
