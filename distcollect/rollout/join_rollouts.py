@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 import numpy as np
@@ -46,21 +46,28 @@ def join(
     shape, num_frames = (len(rollouts), n, steps), len(rollouts) * n * steps
     runs = _runs(layout, rollouts)
     parts = runs[0][0].parts([each.tensors for each in runs[0][1]])
-    for wire, run in runs[1:]:
-        for of_leaf, more in zip(parts, wire.parts([each.tensors for each in run]), strict=True):
-            of_leaf.extend(more)
+    if len(runs) > 1:
+        of_runs = [wire.parts([each.tensors for each in run]) for wire, run in runs]
+        lists = ([p if isinstance(p, list) else [p] for p in each] for each in of_runs)
+        parts = [[*chain.from_iterable(each)] for each in zip(*lists, strict=True)]
 
     flat: dict[Key, torch.Tensor] = {}
     arrays: dict[Key, np.ndarray] = {}  # the same, ``[W, n, T, *shape]``
     ends = () if layout.is_torchrl else ENDS
-    for leaf, of_leaf in zip(layout.per_frame, parts, strict=False):
-        dims = (*lead, 1) if leaf.key in ends else (*lead, *leaf.shape)
-        made = None if pinned else _alone(of_leaf, dims, leaf.dtype)
-        if made is None:
-            tensor, array = tensor_cache.new(dims, leaf.dtype, pinned=pinned)
-            made = tensor, array.reshape(*shape, *leaf.shape)
-            _fill(made[1], of_leaf)
-        flat[leaf.key], arrays[leaf.key] = made
+    for leaf, part in zip(layout.per_frame, parts, strict=False):
+        key, dims = leaf.key, (*lead, *leaf.shape)
+        if key in ends:
+            dims = (*lead, 1)
+        if type(part) is np.ndarray and not pinned:
+            arrays[key] = array = part.copy()
+            flat[key] = tensor_cache.tensor_of(array.reshape(dims), leaf.dtype)
+        elif len(rollouts) == 1 and not pinned and _is_alone(part[0]):
+            arrays[key] = tensor_cache.array_of(part[0])[None]
+            flat[key] = part[0].view(dims)
+        else:
+            flat[key], array = tensor_cache.new(dims, leaf.dtype, pinned=pinned)
+            arrays[key] = array.reshape(*shape, *leaf.shape)
+            _fill(arrays[key], part)
 
     finals = _finals(runs, n * steps)
     following: dict[Key, torch.Tensor] = {}
@@ -106,24 +113,15 @@ def _finals(
     return finals
 
 
-def _alone(
-    parts: Sequence[Any], dims: tuple[int, ...], dtype: torch.dtype
-) -> tuple[torch.Tensor, np.ndarray] | None:
-    """A leaf, if that is one part, small or alone in its memory: as tensor ``dims``, and array."""
-    [part, *others] = parts
-    if not others and isinstance(part, torch.Tensor):
-        if part.untyped_storage().nbytes() == part.nbytes:
-            return part.view(dims), tensor_cache.array_of(part)[None]
-    elif not others and part.nbytes < _COPIED_BY_NUMPY_BYTES:
-        array = part.copy()
-        return tensor_cache.tensor_of(array.reshape(dims), dtype), array
-    return None
+def _is_alone(tensor: torch.Tensor) -> bool:
+    """Return True if no other leaf lies in its memory."""
+    return tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
-def _fill(whole: np.ndarray, parts: Sequence[Any]) -> None:
-    """Copy a leaf ``[k, *shape]`` of all rollouts into ``[W, *shape]``; see WireLayout.parts()."""
+def _fill(whole: np.ndarray, parts: Any) -> None:
+    """Copy a leaf of all rollouts into ``[W, *shape]``; see :meth:`.WireLayout.parts`."""
     start = 0
-    for part in parts:
+    for part in [parts] if isinstance(parts, np.ndarray) else parts:
         array = tensor_cache.array_of(part)[None] if isinstance(part, torch.Tensor) else part
         end = start + len(array)
         _copy(whole[start:end], array)

@@ -113,26 +113,26 @@ class WireLayout:
     def leaves(self, wire: Tensors) -> Tensors:
         """One tensor for each leaf, sharing the memory of ``wire``."""
         return [
-            part if isinstance(part, torch.Tensor) else tensor_cache.tensor_of(part[0], place.dtype)
-            for place, (part,) in zip(self._places, self.parts([wire]), strict=True)
+            tensor_cache.tensor_of(part[0], place.dtype) if place.name else part[0]
+            for place, part in zip(self._places, self.parts([wire]), strict=True)
         ]
 
-    def parts(self, wires: Sequence[Tensors]) -> list[list[Any]]:
+    def parts(self, wires: Sequence[Tensors]) -> list[Any]:
         """For each leaf what together holds that of all wires, in order.
 
-        That are its tensors in the wires, or if it is packed arrays ``[k, *shape]``, of integers
-        where numpy lacks the dtype. They may share the memory of ``wires``.
+        That is an array ``[k, *shape]``, of integers where numpy lacks the dtype; or a list of such
+        arrays, or of tensors. They may share the memory of ``wires``.
         """
         large = zip(*(wire[self._first_large :] for wire in wires), strict=True)
         size = self._record.itemsize
         packed = [wire[self._first_large - 1].numpy()[:size] for wire in wires]
         if len(packed) > 1 and size < _STACKED_BELOW_BYTES:
             packed = [np.concatenate(packed)]
-        records = [each.view(self._record) for each in packed] if size else []
-        return [
-            [record[name] for record in records] if name else [*next(large)]
-            for _, _, name in self._places
-        ]
+        if len(packed) > 1 and size:
+            records = [each.view(self._record) for each in packed]
+            return [[r[n] for r in records] if n else [*next(large)] for _, _, n in self._places]
+        record = packed[0].view(self._record) if size else packed[0]
+        return [record[name] if name else [*next(large)] for _, _, name in self._places]
 
     def with_final(
         self, first: torch.Tensor, at: Sequence[int], final: Iterable[Sequence[Any]]
