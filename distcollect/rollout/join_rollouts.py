@@ -55,9 +55,8 @@ def join(
     arrays: dict[Key, np.ndarray] = {}  # the same, ``[W, n, T, *shape]``
     ends = () if layout.is_torchrl else ENDS
     for leaf, part in zip(layout.per_frame, parts, strict=False):
-        key, dims = leaf.key, (*lead, *leaf.shape)
-        if key in ends:
-            dims = (*lead, 1)
+        key = leaf.key
+        dims = lead + ((1,) if key in ends else leaf.shape)
         if type(part) is np.ndarray and not pinned:
             arrays[key] = array = part.copy()
             flat[key] = tensor_cache.tensor_of(array.reshape(dims), leaf.dtype)

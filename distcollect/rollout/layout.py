@@ -89,6 +89,11 @@ class Layout:
         return self.torchrl_keys is not None
 
     @cached_property
+    def is_deep(self) -> bool:
+        """Return True if entries of a batch lie in a TensorDict of their own."""
+        return any(len(leaf.key) > 1 for leaf in (*self.root, *self.outcomes))
+
+    @cached_property
     def flags(self) -> list[Key]:
         """The flags of episodes' ends among the state leaves: of agents, or a TorchRL env's."""
         if self.torchrl_keys is not None:

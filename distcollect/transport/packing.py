@@ -56,11 +56,9 @@ def _reduced(tensor: torch.Tensor) -> Any:
     """Do as ``tensor.__reduce_ex__``, without a copy of the memory where that is possible."""
     if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.requires_grad:
         return tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
-    flat: Any
-    if tensor.dtype is torch.uint8 and tensor.ndim == 1 and tensor.numel():
-        flat = tensor.contiguous().numpy()
+    flat: Any = tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8).numpy()
+    if tensor.dtype is torch.uint8 and tensor.ndim == 1 and len(flat):
         return _bytes, (pickle.PickleBuffer(flat),)
-    flat = tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8).numpy()
     return _tensor, (tensor.dtype, tuple(tensor.shape), pickle.PickleBuffer(flat))
 
 

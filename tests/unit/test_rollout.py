@@ -81,6 +81,8 @@ def test_assemble(num_workers: int, finals: list[tuple[int, int]]) -> None:
     slabs = [filled(end, first=2000 * i) for i, end in enumerate(ends)]
     batch = assemble(LAYOUT, [rollout(s, i) for s, i in zip(slabs, ids, strict=True)])
     assert batch.shape == (num_workers * N, T)
+    for node in (batch, batch["next"], batch["deep"], batch["next", "deep"], batch["collector"]):
+        assert (node.batch_size, node.names) == (batch.shape, [None, "time"])
     for key in (X, ("pixels",), ("big",)):
         root = np.concatenate([slab.frames[key] for slab in slabs])
         after = np.concatenate(
