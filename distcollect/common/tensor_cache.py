@@ -7,16 +7,19 @@ for as long as they like; the memory of a batch that they drop is used for a lat
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections import defaultdict, deque
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 
 _SMALLEST_BYTES = 1 << 20  # the C library itself reuses smaller blocks
 _MAX_UNUSED = 4  # blocks of each size
+_INTEGERS = {each.itemsize: each for each in (torch.uint8, torch.int16, torch.int32, torch.int64)}
 
 # Unused blocks by size. A deque needs no lock: blocks come back wherever a tensor is freed, which
 # may be while any lock is held.
@@ -34,6 +37,40 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, *, pinned: bool = False) -
     if num_bytes < _SMALLEST_BYTES:
         return torch.empty(shape, dtype=dtype)
     return torch.from_numpy(block(num_bytes)).view(dtype).view(shape)
+
+
+def new(
+    shape: tuple[int, ...], dtype: torch.dtype, *, pinned: bool = False
+) -> tuple[torch.Tensor, np.ndarray]:
+    """Return the same as a tensor and as an array, whose operations take a third of the time.
+
+    Where numpy lacks the dtype, the array has integers.
+    """
+    if pinned or math.prod(shape) * dtype.itemsize >= _SMALLEST_BYTES:
+        tensor = empty(shape, dtype, pinned=pinned)
+        return tensor, array_of(tensor)
+    array = np.empty(shape, array_dtype(dtype))
+    return tensor_of(array, dtype), array
+
+
+def array_of(tensor: torch.Tensor) -> np.ndarray:
+    """The memory of a tensor as an array; of integers where numpy lacks the dtype."""
+    try:
+        return tensor.numpy()
+    except TypeError:
+        return tensor.view(_INTEGERS[tensor.dtype.itemsize]).numpy()
+
+
+def tensor_of(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    """The inverse of :func:`array_of`; ``dtype``: the tensor's."""
+    tensor = torch.from_numpy(array)
+    return tensor if tensor.dtype is dtype else tensor.view(dtype)
+
+
+@functools.cache
+def array_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+    """The dtype that the array of such a tensor has."""
+    return array_of(torch.empty(0, dtype=dtype)).dtype
 
 
 def block(num_bytes: int) -> np.ndarray:

@@ -75,7 +75,7 @@ class UserPolicy(Policy):
         if has_lazy_weights(self.module):
             # Its weights have no shape before its first call, and must not be inference tensors.
             with torch.no_grad():
-                self._call()
+                self._convention(inputs=self._inputs)()
         self._outputs = OutputReader(
             action_space,
             self._inputs.num_envs,
@@ -91,7 +91,8 @@ class UserPolicy(Policy):
         self._inputs = self._make_inputs()
         if self.state is not None:
             self._inputs.add(self.state.arrays)
-        self._call = self._convention(inputs=self._inputs, copies=copies)
+        call = self._convention(inputs=self._inputs, copies=copies)
+        self._call = call if self._has_run else partial(self._first, call)
         self._users = self._inputs.users()
 
     @property
@@ -136,20 +137,19 @@ class UserPolicy(Policy):
         return actions, extras
 
     def _choose(self, rows: Sequence[int] | None) -> Read:
-        actions, extras, state = self._outputs.read(self._output())
+        actions, extras, state = self._outputs.read(self._call())
         for noise in self.noises:
             actions = noise.change(actions, rows)
         return actions, extras, state
 
-    def _output(self) -> Any:
-        """What the policy returns; one that computes gradients is not called in inference mode."""
+    def _first(self, call: Callable[[], Any]) -> Any:
+        """Do the first call; one that computes gradients is not done in inference mode."""
+        self._call, self._has_run = call, True
         try:
-            return self._call()
+            return call()
         except RuntimeError:
-            if self._has_run or not torch.is_inference_mode_enabled():
+            if not torch.is_inference_mode_enabled():
                 raise
             self._needs_autograd = True
             with torch.inference_mode(mode=False), torch.no_grad():
-                return self._call()
-        finally:
-            self._has_run = True
+                return call()

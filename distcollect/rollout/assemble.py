@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
 
 from distcollect.rollout.collector_entries import collector_entries
 from distcollect.rollout.header import Rollout
 from distcollect.rollout.join_rollouts import join
-from distcollect.rollout.layout import Layout
+from distcollect.rollout.layout import ENDS, Layout
 from distcollect.rollout.pickled_rollout import stacked, unpacked
 from distcollect.rollout.spaces import Key, as_key, nested
 from distcollect.rollout.wire import wire_layout
@@ -53,32 +54,29 @@ def assemble(
     if layout.is_loose:
         return _loose(layout, rollouts, mask=mask, compact=compact, device=device)
     pinned = device is not None and device.type == "cuda"
-    flat, following = join(layout, rollouts, compact=compact, pinned=pinned)
-    kept = collector_entries(rollouts, flat, mask=mask)
-    rows_and_steps = tuple(kept["traj_ids"].shape)
-    lead = rows_and_steps if shape is None else shape
-
-    def viewed(tensor: torch.Tensor) -> torch.Tensor:
-        # Each operation takes long in a process that sleeps between two batches.
-        return tensor if lead == rows_and_steps else tensor.view(*lead, *tensor.shape[2:])
-
-    root = {leaf.key: viewed(flat[leaf.key]) for leaf in layout.root}
-    after = {key: viewed(tensor) for key, tensor in following.items()}
-    after.update((leaf.key, viewed(flat[leaf.key])) for leaf in layout.outcomes)
+    size = torch.Size(shape or (len(rollouts) * layout.num_envs, rollouts[0].header.num_steps))
+    flat, after = join(layout, rollouts, size, compact=compact, pinned=pinned)
+    after.update((leaf.key, flat[leaf.key]) for leaf in layout.outcomes)
+    tree = nested({leaf.key: flat[leaf.key] for leaf in layout.root})
     if not layout.is_torchrl:
-        for name in ("reward", "terminated", "truncated"):
-            after[name,] = flat[name,].view(*lead, 1)
-        after["done",] = after["terminated",] | after["truncated",]
+        after.update((key, flat[key]) for key in ENDS)
         for name in ("done", "terminated", "truncated"):
-            root[name,] = torch.zeros((*lead, 1), dtype=torch.bool)
+            tree[name] = torch.from_numpy(np.zeros((*size, 1), bool))
         _cut_agents(layout, after)
-    tree = nested(root)
-    tree["next"] = nested(after)
-    tree["collector"] = {name: viewed(tensor) for name, tensor in kept.items()}
-    out = TensorDict(tree, batch_size=lead, names=[*[None] * (len(lead) - 1), "time"])
+
+    def made(tree: dict[str, Any]) -> TensorDict:
+        # Without the checks of TensorDict(), which take half of the time in which a batch is made.
+        names = [*[None] * (len(size) - 1), "time"]
+        return TensorDict._new_unsafe(tree, batch_size=size, names=names)  # noqa: SLF001
+
+    tree["next"] = made(nested(after))
+    tree["collector"] = made(collector_entries(rollouts, flat, mask=mask))
+    out = made(tree)
+    if layout.is_deep:
+        out.names = out.names  # those that it made of dicts have none
     for key, dims in layout.nodes:
         if (node := out.get(key, None)) is not None:
-            node.batch_size = (*lead, *dims)
+            node.batch_size = (*size, *dims)
     return out if device is None else out.to(device, non_blocking=pinned)
 
 
@@ -106,7 +104,7 @@ def _loose(
     parts: list[TensorDictBase] = []
     for rollout in rollouts:
         wire = wire_layout(layout, rollout.header.num_steps, rollout.header.wire_form)
-        leaves = zip(layout.per_frame, wire.leaves([rollout.tensors[0]]), strict=True)
+        leaves = zip(layout.per_frame, wire.leaves(rollout.tensors[:-1]), strict=True)
         flat = {leaf.key: value.clone() for leaf, value in leaves}
         part = unpacked(rollout.tensors)
         if compact:

@@ -15,7 +15,7 @@ from distcollect.rollout.spaces import Key
 def collector_entries(
     rollouts: Sequence[Rollout], flat: dict[Key, torch.Tensor], *, mask: bool
 ) -> dict[str, torch.Tensor]:
-    """Return the entries under "collector", ``[W * n, T]``, of rollouts that were joined.
+    """Return the entries under "collector" of rollouts that were joined.
 
     Raises:
         ValueError: there is padding, and ``mask`` is False.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -17,11 +18,11 @@ POLICY_VERSION: Key = ("collector", "policy_version")
 FAULTED: Key = ("collector", "faulted")
 MASK: Key = ("collector", "mask")
 
-_ENDS = (
-    Leaf(("reward",), (), torch.float32),
-    Leaf(("terminated",), (), torch.bool),
-    Leaf(("truncated",), (), torch.bool),
-)
+# What ends a frame, ``[n, T]`` in a rollout and ``[..., 1]`` in a batch.
+ENDS: dict[Key, Leaf] = {
+    (name,): Leaf((name,), (), torch.float32 if name == "reward" else torch.bool)
+    for name in ("reward", "terminated", "truncated")
+}
 _BOOKKEEPING = (
     Leaf(TRAJ_IDS, (), torch.int64),
     Leaf(POLICY_VERSION, (), torch.int64),
@@ -87,7 +88,12 @@ class Layout:
         """Return True if the envs are TorchRL's: batches, seeds and checkpoints are as there."""
         return self.torchrl_keys is not None
 
-    @property
+    @cached_property
+    def is_deep(self) -> bool:
+        """Return True if entries of a batch lie in a TensorDict of their own."""
+        return any(len(leaf.key) > 1 for leaf in (*self.root, *self.outcomes))
+
+    @cached_property
     def flags(self) -> list[Key]:
         """The flags of episodes' ends among the state leaves: of agents, or a TorchRL env's."""
         if self.torchrl_keys is not None:
@@ -95,20 +101,20 @@ class Layout:
         names = ("done", "terminated", "truncated")
         return [(*reward.key[:-1], name) for reward in self.outcomes for name in names]
 
-    @property
+    @cached_property
     def root(self) -> tuple[Leaf, ...]:
         """Leaves at the root of a frame; those that end it are not among them."""
         return (*self.state, *self.action, *self.extras)
 
-    @property
+    @cached_property
     def per_frame(self) -> tuple[Leaf, ...]:
         """Leaves of shape ``[n, T, *shape]``, in the order in which they travel."""
-        ends = () if self.is_torchrl else _ENDS
+        ends = () if self.is_torchrl else ENDS.values()
         return (*self.root, *self.outcomes, *ends, *_BOOKKEEPING)
 
     def scalars(self) -> set[Key]:
         """Keys of the entries of a batch with one number per frame, as the batch names them."""
-        ends = () if self.is_torchrl else _ENDS
+        ends = () if self.is_torchrl else ENDS.values()
         keys = {leaf.key for leaf in self.root if math.prod(leaf.shape) == 1}
         following = (*self.state, *self.outcomes, *ends)
         return keys | {("next", *leaf.key) for leaf in following if math.prod(leaf.shape) == 1}

@@ -183,11 +183,11 @@ def limits_of(space: gym.Space[Any]) -> tuple[Any, Any] | None:
 def nested(flat: Mapping[Key, Any]) -> dict[str, Any]:
     """``{("a", "b"): x}`` as ``{"a": {"b": x}}``."""
     tree: dict[str, Any] = {}
-    for key, value in flat.items():
+    for (*parents, name), value in flat.items():
         branch = tree
-        for part in key[:-1]:
+        for part in parents:
             branch = branch.setdefault(part, {})
-        branch[key[-1]] = value
+        branch[name] = value
     return tree
 
 

@@ -13,16 +13,15 @@ import math
 import pickle
 from collections.abc import Iterable, Sequence
 from enum import Enum
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from distcollect.common import tensor_cache
 from distcollect.common.shared_memory import SharedTensor, SharedTensors, allocate
+from distcollect.common.tensor_cache import array_dtype
 from distcollect.rollout.layout import Layout, Tensors
-
-V = TypeVar("V")
 
 # Smaller leaves travel together in one tensor: each further tensor costs some 0.1 ms on the wire.
 # Larger leaves have a tensor each, as these are copied side by side.
@@ -38,8 +37,8 @@ class WireForm(Enum):
 
     Attributes:
         PACKED: large leaves; the small ones are packed into the first tensor.
-        MAPPED: all leaves, in shared memory that a trainer on the same host can map. No leaf is
-            packed, as none is sent.
+        MAPPED: the same, but the small ones are packed into the second tensor. That and the large
+            ones lie in shared memory that a trainer on the same host can map.
         LOCAL: all leaves, as the rollout stays in its process.
     """
 
@@ -49,25 +48,23 @@ class WireForm(Enum):
 
 
 class _Place(NamedTuple):
-    """Where a leaf lies: ``start`` is its first byte among the packed ones; None: it is alone."""
+    """A leaf, and its name in the record of the packed ones; "": it has a tensor of its own."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    strides: tuple[int, ...]
-    size: int
-    start: int | None
+    name: str
 
 
 class WireLayout:
     """Where each leaf of a rollout of T steps lies in the tensors that travel.
 
-    The first tensor, uint8 ``[N]``, holds all packed leaves, and after them the final observations
-    of episodes that ended in the rollout. Each other tensor is one leaf. The leaves are those of
-    every frame, ``[n, T, *shape]``, then the state ones after the last frame, ``[n, *shape]``.
+    The packed leaves are at the start of the first tensor, uint8 ``[N]``, or in the second one. In
+    the first one the final observations follow of episodes that ended in the rollout. Each other
+    tensor is one leaf. The leaves are those of every frame, ``[n, T, *shape]``, then the state ones
+    after the last frame, ``[n, *shape]``.
 
     Attributes:
         form: which leaves are packed.
-        packed_bytes: size of the packed leaves.
         num_bytes: size of all leaves.
     """
 
@@ -76,16 +73,24 @@ class WireLayout:
         leaves = [(leaf.dtype, (n, num_steps, *leaf.shape)) for leaf in layout.per_frame]
         leaves += [(leaf.dtype, (n, *leaf.shape)) for leaf in layout.state]
         self.form = form
-        self.packed_bytes = 0
         self._state = layout.state
         self._places: list[_Place] = []
-        for dtype, shape in leaves:
+        self.num_bytes = 0
+        names, formats, offsets, end = [], [], [], 0
+        for index, (dtype, shape) in enumerate(leaves):
             size = math.prod(shape) * dtype.itemsize
-            is_packed = form is WireForm.PACKED and size < _PACKED_BELOW_BYTES
-            start = self.packed_bytes if is_packed else None
-            self._places.append(_Place(shape, dtype, _strides(shape), size, start))
-            self.packed_bytes += _aligned(size) * is_packed
-        self.num_bytes = sum(place.size for place in self._places)
+            self.num_bytes += size
+            is_packed = form is not WireForm.LOCAL and 0 < size < _PACKED_BELOW_BYTES
+            self._places.append(_Place(shape, dtype, str(index) if is_packed else ""))
+            if is_packed:
+                names.append(str(index))
+                formats.append((array_dtype(dtype), shape))
+                offsets.append(end)
+                end += _aligned(size)
+        fields: Any = {"names": names, "formats": formats, "offsets": offsets, "itemsize": end}
+        self._record = np.dtype(fields)
+        self._final_start = end if form is WireForm.PACKED else 0
+        self._first_large = 2 if form is WireForm.MAPPED else 1
 
     def allocate(self) -> tuple[Tensors, SharedTensors | None]:
         """New memory for a rollout.
@@ -94,100 +99,83 @@ class WireLayout:
             The tensors that travel; and with the form MAPPED, what stands for all but the first,
             by which a trainer on the same host finds them.
         """
-        large = [place for place in self._places if place.start is None]
-        packed = torch.zeros(self.packed_bytes, dtype=torch.uint8)
+        large = [(place.shape, place.dtype) for place in self._places if not place.name]
+        first = torch.zeros(self._final_start, dtype=torch.uint8)
         if self.form is not WireForm.MAPPED:
-            return [packed, *(tensor_cache.empty(each.shape, each.dtype) for each in large)], None
-        *starts, end = itertools.accumulate((_aligned(each.size) for each in large), initial=0)
+            return [first, *(tensor_cache.empty(shape, dtype) for shape, dtype in large)], None
+        large.insert(0, ((self._record.itemsize,), torch.uint8))
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in large]
+        *starts, end = itertools.accumulate(map(_aligned, sizes), initial=0)
         memory, segment = allocate(end)
         places = [
-            SharedTensor(segment, start, each.shape, each.dtype)
-            for each, start in zip(large, starts, strict=True)
+            SharedTensor(segment, start, *each) for start, each in zip(starts, large, strict=True)
         ]
-        num_bytes = sum(each.size for each in large)
-        shared = SharedTensors(segment.name, num_bytes, pickle.dumps(places))
-        return [packed, *(place.within(memory) for place in places)], shared
+        shared = SharedTensors(segment.name, sum(sizes), pickle.dumps(places))
+        return [first, *(place.within(memory) for place in places)], shared
 
     def leaves(self, wire: Tensors) -> Tensors:
         """One tensor for each leaf, sharing the memory of ``wire``."""
-        packed, *large = wire
-        return self._in_order(self._unpacked(packed), large)
+        return [
+            tensor_cache.tensor_of(part[0], place.dtype) if place.name else part[0]
+            for place, part in zip(self._places, self.parts([wire]), strict=True)
+        ]
 
-    def leaves_of_all(self, wires: Sequence[Tensors]) -> list[Tensors]:
-        """For each leaf tensors ``[k, *shape]`` which together hold that of all k wires, in order.
+    def parts(self, wires: Sequence[Tensors]) -> list[Any]:
+        """For each leaf what together holds that of all wires, in order.
 
-        They may share the memory of ``wires``.
+        That is an array ``[k, *shape]``, of integers where numpy lacks the dtype; or a list of such
+        arrays, or of tensors. They may share the memory of ``wires``.
         """
-        if not 0 < self.packed_bytes < _STACKED_BELOW_BYTES:
-            of_each = [self.leaves(wire) for wire in wires]
-            return [[part.unsqueeze(0) for part in parts] for parts in zip(*of_each, strict=True)]
-        end = self.packed_bytes
-        packed = [wire[0] if wire[0].numel() == end else wire[0][:end] for wire in wires]
-        small = [[leaf] for leaf in self._unpacked(torch.cat(packed).view(len(wires), end))]
-        others = zip(*(wire[1:] for wire in wires), strict=True)
-        large = [[part.unsqueeze(0) for part in parts] for parts in others]
-        return self._in_order(small, large)
-
-    def _unpacked(self, packed: torch.Tensor) -> Tensors:
-        """The packed leaves ``[*lead, *shape]`` in a contiguous tensor, uint8 ``[*lead, N]``."""
-        by_dtype: dict[torch.dtype, torch.Tensor] = {}
-        leaves: Tensors = []
-        for shape, dtype, strides, _, start in self._places:
-            if start is None:
-                continue
-            # Slicing and viewing take three times as long.
-            flat = by_dtype.get(dtype)
-            if flat is None:
-                flat = by_dtype[dtype] = packed.view(dtype)
-            lead, lead_strides = flat.shape[:-1], flat.stride()[:-1]
-            offset = flat.storage_offset() + start // dtype.itemsize
-            leaves.append(flat.as_strided((*lead, *shape), (*lead_strides, *strides), offset))
-        return leaves
-
-    def _in_order(self, small: Iterable[V], large: Iterable[V]) -> list[V]:
-        """What belongs to the packed leaves, and to the others, in the order of all leaves."""
-        of_small, of_large = iter(small), iter(large)
-        return [next(of_large if each.start is None else of_small) for each in self._places]
+        large = zip(*(wire[self._first_large :] for wire in wires), strict=True)
+        size = self._record.itemsize
+        packed = [wire[self._first_large - 1].numpy()[:size] for wire in wires]
+        if len(packed) > 1 and size < _STACKED_BELOW_BYTES:
+            packed = [np.concatenate(packed)]
+        if len(packed) > 1 and size:
+            records = [each.view(self._record) for each in packed]
+            return [[r[n] for r in records] if n else [*next(large)] for _, _, n in self._places]
+        record = packed[0].view(self._record) if size else packed[0]
+        return [record[name] if name else [*next(large)] for _, _, name in self._places]
 
     def with_final(
-        self, packed: torch.Tensor, at: Sequence[int], final: Iterable[Sequence[Any]]
+        self, first: torch.Tensor, at: Sequence[int], final: Iterable[Sequence[Any]]
     ) -> torch.Tensor:
         """The first tensor of a rollout in which k episodes ended.
 
         Args:
-            packed: uint8 ``[packed_bytes]``, the packed leaves.
+            first: uint8 ``[N]``, the same of a rollout in which none did.
             at: where each episode ended: row times T plus step.
             final: for each state leaf the bytes of its final values ``[k, *shape]``, in parts.
 
         Returns:
-            uint8: ``packed``, then k, ``at`` and the final values.
+            uint8: ``first``, then k, ``at`` and the final values.
         """
         rest = bytearray(np.array([len(at), *at], np.int64))
         for parts in final:
             rest += bytes(-len(rest) % _ALIGNMENT)
             rest += b"".join(parts)
         rest += bytes(-len(rest) % _ALIGNMENT)
-        return torch.cat([packed, torch.frombuffer(rest, dtype=torch.uint8)])
+        return torch.cat([first, torch.frombuffer(rest, dtype=torch.uint8)])
 
-    def final(self, packed: torch.Tensor) -> tuple[np.ndarray, list[np.ndarray]] | None:
+    def final(self, first: torch.Tensor) -> tuple[np.ndarray, list[np.ndarray]] | None:
         """What :meth:`with_final` appended; None: no episode ended.
 
         Returns:
-            ``at``, int64 ``[k]``, and for each state leaf the bytes of its final values, uint8.
+            ``at``, int64 ``[k]``, and for each state leaf its final values ``[k, *shape]``, as
+            integers where numpy lacks the dtype.
         """
-        start = self.packed_bytes
-        if packed.numel() == start:
+        start = self._final_start
+        if first.numel() == start:
             return None
-        memory = packed.numpy()
-        num_ends = int(memory[start : start + 8].view(np.int64)[0])
-        start += 8
-        at = memory[start : start + 8 * num_ends].view(np.int64)
-        start = _aligned(start + 8 * num_ends)
-        values = []
+        memory = first.numpy()[start:]
+        num_ends = int(memory[:8].view(np.int64)[0])
+        end = 8 + 8 * num_ends
+        at, values = memory[8:end].view(np.int64), []
         for leaf in self._state:
-            size = num_ends * math.prod(leaf.shape) * leaf.dtype.itemsize
-            values.append(memory[start : start + size])
-            start += _aligned(size)
+            start = _aligned(end)
+            end = start + num_ends * math.prod(leaf.shape) * leaf.dtype.itemsize
+            found = memory[start:end].view(array_dtype(leaf.dtype))
+            values.append(found.reshape(num_ends, *leaf.shape))
         return at, values
 
 
@@ -195,11 +183,6 @@ class WireLayout:
 def wire_layout(layout: Layout, num_steps: int, form: WireForm) -> WireLayout:
     """The wire layout; cached, so that it is not worked out for every batch."""
     return WireLayout(layout, num_steps, form)
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor, in elements."""
-    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def _aligned(num_bytes: int) -> int:

@@ -8,6 +8,7 @@ import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import add, attrgetter
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -36,6 +37,7 @@ Activity = Literal["train", "collect", "weights", "transfer", "assemble"]
 _SUMS = [
     name for name in WorkReport.__annotations__ if name.endswith("_ns") or name.startswith("num_")
 ]
+_sums_of = attrgetter(*_SUMS)
 _RECENT_EPISODES = 100
 _RECENT_FAULTS = 20
 # The recent rate is the rate since the oldest mark in this period.
@@ -53,12 +55,14 @@ class _Tally:
         lags: maps a policy lag, in versions, to the number of delivered frames that have it.
         counts: the times of a WorkReport and "transfer_ns", in which its rollouts were being
             fetched; and by their names in WorkerStats, what is only counted.
+        sums: what is still to be added to them, of WorkReports.
     """
 
     metrics: dict[str, deque[float]]
     incarnation: int | None = None
     lags: Counter[int] = field(default_factory=Counter)
     counts: Counter[str] = field(default_factory=Counter)
+    sums: list[int] = field(default_factory=lambda: [0] * len(_SUMS))
 
 
 class _Mark(NamedTuple):
@@ -173,8 +177,7 @@ class StatsRecorder:
         work = header.work
         with self._lock:
             tally = self._tally(header.worker_id)
-            for name in _SUMS:
-                tally.counts[name] += getattr(work, name)
+            tally.sums = [*map(add, tally.sums, _sums_of(work))]
             tally.counts["num_episodes"] += len(work.returns)
             self._faults.extend(header.faults)
             self._recent.extend(zip(work.returns, work.lengths, strict=True))
@@ -288,6 +291,8 @@ class StatsRecorder:
                 tally = self._tally(worker_id)
                 pid, host = processes.get(worker_id, (0, ""))
                 every.lags.update(tally.lags)
+                tally.counts.update(dict(zip(_SUMS, tally.sums, strict=True)))
+                tally.sums = [0] * len(_SUMS)
                 every.counts.update(tally.counts)
                 workers[worker_id] = WorkerStats(
                     state=states.get(worker_id, "lost"),

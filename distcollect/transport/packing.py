@@ -57,7 +57,14 @@ def _reduced(tensor: torch.Tensor) -> Any:
     if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.requires_grad:
         return tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
     flat: Any = tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8).numpy()
+    if tensor.dtype is torch.uint8 and tensor.ndim == 1 and len(flat):
+        return _bytes, (pickle.PickleBuffer(flat),)
     return _tensor, (tensor.dtype, tuple(tensor.shape), pickle.PickleBuffer(flat))
+
+
+def _bytes(memory: Buffer) -> torch.Tensor:
+    """Make the first tensor of a rollout; it comes with most headers."""
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _tensor(dtype: torch.dtype, shape: tuple[int, ...], memory: Buffer) -> torch.Tensor:

@@ -86,10 +86,10 @@ def one_more(run: Callable[[int], object], few: int, many: int, threads: str = "
 @pytest.mark.parametrize(
     ("num_envs", "returns", "expected", "operations"),
     [
-        (1, "tensor", Work(14, 8, 556), 4),
-        (16, "tensor", Work(13, 8, 1242), 4),
-        (1, "distribution", Work(19, 12, 744), 16),
-        (16, "distribution", Work(19, 12, 1436), 16),
+        (1, "tensor", Work(11, 8, 526), 4),
+        (16, "tensor", Work(11, 8, 1215), 4),
+        (1, "distribution", Work(16, 11, 710), 16),
+        (16, "distribution", Work(16, 11, 1399), 16),
     ],
 )
 def test_a_step_in_this_process(
@@ -125,9 +125,9 @@ def collect_with(num_batches: int, num_workers: int, *, push: bool = False) -> N
 @pytest.mark.parametrize(
     ("threads", "num_workers", "expected"),
     [
-        pytest.param("distcollect", 1, Work(216, 190, 5421), id="trainer, a batch of one rollout"),
+        pytest.param("distcollect", 1, Work(220, 145, 5280), id="trainer, a batch of one rollout"),
         pytest.param(
-            "distcollect", 8, Work(523, 367, 12450), id="trainer, a batch of eight rollouts"
+            "distcollect", 8, Work(540, 320, 12100), id="trainer, a batch of eight rollouts"
         ),
         pytest.param("worker", 1, Work(684, 445, 23800), id="trainer and a worker, a batch of one"),
     ],
@@ -175,5 +175,5 @@ def test_a_rollout_in_shared_memory_becomes_a_batch(num_envs: int) -> None:
     assembled()  # maps the memory
     with TensorOperations() as counted:
         assembled()
-    assert counted.count == 22
-    check(work_of(assembled), Work(67, 65, 1991), TOLERANCE)
+    assert counted.count == 16
+    check(work_of(assembled), Work(58, 69, 2072), TOLERANCE)

@@ -79,6 +79,12 @@ PARTS = [
     Part("torch._C", "_storage_Use_Count", "to see that a policy keeps its input", _NO_INPUTS),
     Part("torch.UntypedStorage", "_cdata", "the same", _NO_INPUTS),
     Part(
+        "tensordict.TensorDict",
+        "_new_unsafe",
+        "a batch is made without looking at each entry",
+        "no batch can be made",
+    ),
+    Part(
         "torch.distributed.ProcessGroupGloo",
         "_Options create_device",
         "groups on one interface, whose members do not wait for each other",

@@ -11,9 +11,10 @@ from tensordict import TensorDict
 
 from distcollect.rollout.assemble import assemble
 from distcollect.rollout.header import Header, Rollout
-from distcollect.rollout.layout import Layout
+from distcollect.rollout.layout import Layout, TorchRLKeys
 from distcollect.rollout.pickled_rollout import packed, unpacked
 from distcollect.rollout.slab import Slab
+from distcollect.rollout.slabs import new_slab
 from distcollect.rollout.spaces import Leaf
 
 N, T = 2, 4
@@ -81,6 +82,8 @@ def test_assemble(num_workers: int, finals: list[tuple[int, int]]) -> None:
     slabs = [filled(end, first=2000 * i) for i, end in enumerate(ends)]
     batch = assemble(LAYOUT, [rollout(s, i) for s, i in zip(slabs, ids, strict=True)])
     assert batch.shape == (num_workers * N, T)
+    for node in (batch, batch["next"], batch["deep"], batch["next", "deep"], batch["collector"]):
+        assert (node.batch_size, node.names) == (batch.shape, [None, "time"])
     for key in (X, ("pixels",), ("big",)):
         root = np.concatenate([slab.frames[key] for slab in slabs])
         after = np.concatenate(
@@ -143,6 +146,20 @@ def test_no_leaf_is_packed_and_one_has_no_elements() -> None:
     assert slabs[0].tensors()[0].numel() == 0
     assert batch["none"].shape == batch["next", "none"].shape == (2, steps, 0)
     assert batch["next", "reward"][:, 0, 0].tolist() == [0, 1]
+
+
+def test_many_frames_without_a_fixed_shape() -> None:
+    """So many that their bookkeeping is not packed."""
+    rows = 1 << 14
+    keys = TorchRLKeys((("reward",),), (("done",),), (("done",),))
+    layout = Layout((rows,), torchrl_keys=keys, is_loose=True)
+    slab: Any = new_slab(layout, 2)
+    frame = TensorDict({"next": {"reward": torch.ones(rows, 1)}}, batch_size=[rows])
+    slab.write(0, [frame, frame], set())
+    slab.traj_ids.fill(7)
+    batch = assemble(layout, [rollout(slab)])
+    assert (batch["collector", "traj_ids"] == 7).all()
+    assert batch.shape == (1, rows, 2)
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])

@@ -14,8 +14,8 @@ from helpers.paths import ROOT
 
 PACKAGE = ROOT / "distcollect"
 LONGEST_MODULE = 450
-LIMITS = {PACKAGE: 28_698, PACKAGE / "commands": 1_981, ROOT / "tests": 35_825}
-LIMITS |= {PACKAGE / "net": 1_407, PACKAGE / "transport": 1_205}
+LIMITS = {PACKAGE: 28_739, PACKAGE / "commands": 1_981, ROOT / "tests": 35_845}
+LIMITS |= {PACKAGE / "net": 1_407, PACKAGE / "transport": 1_209}
 
 
 def code_lines(path: Path) -> int:
