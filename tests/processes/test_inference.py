@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,18 @@ class FailingEnv(CountingEnv):
     def step(self, action: Any) -> Any:
         if self.fails and self.steps == 2:
             raise OSError("the simulator crashed")
+        return super().step(action)
+
+
+class BreakingEnv(CountingEnv):
+    """Raises after ten steps; it takes a while to be made."""
+
+    def __init__(self) -> None:
+        self.rest = iter(range(10))
+        time.sleep(0.05)
+
+    def step(self, action: Any) -> Any:
+        next(self.rest)
         return super().step(action)
 
 
@@ -320,6 +333,36 @@ def test_a_half_that_is_computed_out_of_turn_has_its_own_version() -> None:
             collector.update_policy_weights_(policy, wait=False)
             batch = collector.next()
             assert torch.equal(batch["weight"].long(), batch["collector", "policy_version"])
+
+
+def test_new_weights_that_come_while_an_env_is_made_anew_show_in_all_frames_from_then_on() -> None:
+    with dc.MultiSyncDataCollector(
+        BreakingEnv,
+        policy := Weighing(),
+        num_workers=1,
+        frames_per_batch=95,
+        inference=dc.Inference("host"),
+        faults=dc.Faults(max_env_faults=100),
+    ) as collector:
+        ended = threading.Event()
+
+        def publish() -> None:
+            for version in count(1):
+                if ended.wait(0.01):
+                    return
+                nn.init.constant_(policy.weight, version)
+                collector.update_policy_weights_()
+
+        publisher = threading.Thread(target=publish)
+        publisher.start()
+        try:
+            for _ in range(4):
+                batch = collector.next()
+                assert torch.equal(batch["weight"].long(), batch["collector", "policy_version"])
+        finally:
+            ended.set()
+            publisher.join(SOON_S)
+        assert len(batch["collector", "policy_version"].unique()) > 5
 
 
 def test_workers_and_server_that_are_killed_lose_no_frame_without_a_cause() -> None:
