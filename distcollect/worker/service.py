@@ -403,10 +403,7 @@ class Worker(WorkerService):
         engine.weights.apply()
         try:
             with self.counter.doing(Task.EVALUATE, request.timeout_s):
-                found = evaluator.evaluate(request, engine.weights.version)
-            if self._link is not None:  # known from the answers only
-                found.policy_version.fill_(engine.weights.version)
-            return found
+                return evaluator.evaluate(request, engine.weights.version)
         finally:
             engine.step_timer.restart_wait()
 
