@@ -408,7 +408,8 @@ class Evaluation:
     Attributes:
         returns: float64 ``[E]``, the sum of rewards of each episode.
         lengths: int64 ``[E]``, the length of each episode in frames.
-        policy_version: int64 ``[E]``, the version of the policy that played the episode.
+        policy_version: int64 ``[E]``, the version of the policy that played the episode; with an
+            inference server, the newest that did, as newer weights may come within an episode.
         worker_id: int64 ``[E]``, the worker that played the episode.
         metrics: for each metric of ``Monitor(metrics=...)``, float64 ``[E]``: its values.
         num_env_faults: how often envs raised meanwhile, by worker_id.

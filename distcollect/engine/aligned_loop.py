@@ -192,6 +192,7 @@ class AlignedLoop:
             column[rows, step] = self.current[key][rows]
         chosen, written = policy(rows)
         slab.policy_version[rows, step] = self.engine.weights.version
+        slab.policy_version[:, step + 1 :] = self.engine.weights.version  # a server's may be newer
         for leaf, value in zip(layout.action, chosen, strict=True):
             slab.action[leaf.key][rows, step] = value[rows]
         for leaf, value in zip(layout.extras, written, strict=False):

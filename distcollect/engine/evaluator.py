@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -29,6 +30,8 @@ log = logging.getLogger(__name__)
 
 _NUM_STEPS = 64  # of each rollout; steps after the last episode's end are wasted
 _MOST_STEPS = 2048
+
+_Episode: TypeAlias = tuple[float, int, int, list[float]]  # return, length, version, metrics
 
 
 class Evaluator:
@@ -67,7 +70,7 @@ class Evaluator:
 
         Args:
             request: how many, and how.
-            version: policy_version of the policy.
+            version: policy_version of the policy; an inference server may have a newer one.
 
         Raises:
             DeadlineError: the episodes took longer, or are not wanted any more.
@@ -82,17 +85,24 @@ class Evaluator:
         exploration = Exploration.DETERMINISTIC if request.deterministic else Exploration.RANDOM
         num_before = self._counter.env_faults
         try:
-            episodes = self._episodes(request, exploration, is_over)
+            with random_state_restored():
+                engine = self._engine(exploration)
+                engine.weights.version = version
+                seed = request.seed
+                if seed is None:
+                    seed = int(np.random.SeedSequence().generate_state(1)[0])
+                num_each = shares(request.num_episodes, engine.layout.num_envs)
+                episodes = self._play(engine, seed, num_each, is_over)
         except EnvError as error:
             error.num_env_faults = self._counter.env_faults - num_before
             error.env_faults = self._faults()
             raise
-        returns, lengths, values = zip(*episodes, strict=True)
+        returns, lengths, versions, values = zip(*episodes, strict=True)
         columns = zip(self._plan.metrics, zip(*values, strict=True), strict=True)
         return Evaluation(
             torch.tensor(returns, dtype=torch.float64),
             torch.tensor(lengths),
-            torch.full((request.num_episodes,), version),
+            torch.tensor(versions),
             torch.full((request.num_episodes,), self._worker_id),
             {name: torch.tensor(column, dtype=torch.float64) for name, column in columns},
             {self._worker_id: self._counter.env_faults - num_before},
@@ -105,17 +115,6 @@ class Evaluator:
 
     def _faults(self) -> tuple[EnvFault, ...]:
         return taken_faults(self._counter, self._worker_id, self._incarnation)
-
-    def _episodes(
-        self, request: EvaluationRequest, exploration: Exploration, is_over: Callable[[], bool]
-    ) -> list[tuple[float, int, list[float]]]:
-        with random_state_restored():
-            engine = self._engine(exploration)
-            seed = request.seed
-            if seed is None:
-                seed = int(np.random.SeedSequence().generate_state(1)[0])
-            num_each = shares(request.num_episodes, engine.layout.num_envs)
-            return self._play(engine, seed, num_each, is_over)
 
     def _engine(self, exploration: Exploration) -> EngineBase:
         if exploration not in self._engines:
@@ -134,10 +133,10 @@ class Evaluator:
 
     def _play(
         self, engine: EngineBase, seed: int, owed: list[int], is_over: Callable[[], bool]
-    ) -> list[tuple[float, int, list[float]]]:
-        """(return, length, metrics) of the episodes; ``owed``: how many each env is to play."""
+    ) -> list[_Episode]:
+        """The episodes; ``owed``: how many each env is to play."""
         slab, num_steps = None, _NUM_STEPS
-        episodes: list[tuple[float, int, list[float]]] = []
+        episodes: list[_Episode] = []
         num_envs = len(owed)
         totals, lengths = np.zeros(num_envs), np.zeros(num_envs, np.int64)
         num_starts = 0
@@ -177,7 +176,10 @@ class Evaluator:
                                 float(slab.values_at(key, last)[0])
                                 for key in self._plan.metrics.values()
                             ]
-                            episodes.append((float(totals[row]), int(lengths[row]), values))
+                            version = int(slab.policy_version[row, step])
+                            episodes.append(
+                                (float(totals[row]), int(lengths[row]), version, values)
+                            )
             if not is_whole and not slab.faulted.any():
                 # Longer rollouts have room for more skew, and thus for longer episodes.
                 num_steps = min(2 * num_steps, _MOST_STEPS)

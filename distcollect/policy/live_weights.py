@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from bisect import bisect_right
 from collections.abc import Sequence
 
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 
 from distcollect.policy.weight_layout import WeightLayout, device_of, state_tensors
 
-_MOST_READY = 8  # versions that wait for a rollout to begin; rarely more than two do
+_MOST_READY = 8  # versions that wait for a rollout to begin, besides those asked for; rarely two
 
 
 class LiveWeights:
@@ -70,6 +71,7 @@ class LiveWeights:
         self._spares: list[torch.Tensor] = []
         self._most_ready = _MOST_READY if keeps_each else 1
         self._ready: list[tuple[torch.Tensor, int]] = []  # by rising version
+        self._expected: list[int] = []  # versions that were asked for, and not applied yet
         self._live: torch.Tensor | None = None
         self._views: dict[int, list[torch.Tensor]] = {}
 
@@ -108,14 +110,22 @@ class LiveWeights:
         with self._lock:
             self.version = version
 
+    def expect(self, version: int) -> None:
+        """Keep what :meth:`apply` needs for ``up_to=version``, however many newer ones come."""
+        with self._lock:
+            self._expected.append(version)
+
     def commit(self, buffer: torch.Tensor, version: int) -> None:
         """Offer a filled buffer as ``version``; it replaces the one that was not applied yet."""
         if buffer.data_ptr() not in self._views:  # here, as it takes time between two steps
             self._views[buffer.data_ptr()] = self.layout.views(buffer)
         with self._lock:
             self._ready.append((buffer, version))
-            while len(self._ready) > self._most_ready:
-                self._spares.append(self._ready.pop(0)[0])
+            while len(self._ready) > self._most_ready + len(self._expected):
+                versions = [each for _, each in self._ready]
+                needed = {bisect_right(versions, each) - 1 for each in self._expected}
+                oldest = next(index for index in range(len(versions)) if index not in needed)
+                self._spares.append(self._ready.pop(oldest)[0])
             self.pending = True
 
     def apply(self, up_to: int | None = None) -> None:
@@ -127,6 +137,8 @@ class LiveWeights:
             up_to: no newer version than this; None: any.
         """
         with self._lock:
+            passed = self.version if up_to is None else up_to
+            self._expected = [version for version in self._expected if version > passed]
             due = [each for each in self._ready if up_to is None or each[1] <= up_to]
             if not due:
                 return

@@ -454,23 +454,28 @@ class Pool(MembershipObserver):
 
     # Weights.
 
-    def push(self, flat: torch.Tensor, worker_ids: Sequence[int] | None = None) -> PushHandle:
+    def push(
+        self, flat: torch.Tensor, worker_ids: Sequence[int] | None = None, *, apart: bool = False
+    ) -> PushHandle:
         """Publish a new version and send it.
 
         Args:
             flat: the snapshot, uint8; must not change any more.
             worker_ids: the workers to send it to; None: all.
+            apart: no newer weights of other workers take its place.
         """
-        return self._loop.do(self._publish, flat, worker_ids)
+        return self._loop.do(self._publish, flat, worker_ids, apart)
 
-    def _publish(self, flat: torch.Tensor, worker_ids: Sequence[int] | None) -> PushHandle:
+    def _publish(
+        self, flat: torch.Tensor, worker_ids: Sequence[int] | None, apart: bool
+    ) -> PushHandle:
         self._check()
         given = self.worker_ids if worker_ids is None else worker_ids
         selected = self.holders(given)
         self.version += 1
         self._core.published(self.version, [w for h in selected for w in self._with_served(h)])
         # In the event loop, so that versions come to the sender in their order.
-        return self._sender.publish(flat, self.version, selected)
+        return self._sender.publish(flat, self.version, selected, apart=apart)
 
     def _acknowledged(self, worker_id: int, version: int) -> None:
         with self._lock:

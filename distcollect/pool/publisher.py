@@ -78,9 +78,10 @@ class Publisher:
         if worker_ids is None:
             worker_ids = self._updater.all_worker_ids()
         selected = self.selected(worker_ids, last)
-        if not isinstance(worker_ids, str):
+        if named := not isinstance(worker_ids, str):
             self._check_servers(selected)
-        return self._publish(source, selected)
+        apart = named and source is not None and not is_part(source, self._own())
+        return self._publish(source, selected, apart=apart)
 
     def _check_servers(self, selected: Collection[int]) -> None:
         """Raise ArgumentError if a server would get weights for some of its workers only."""
@@ -93,7 +94,9 @@ class Publisher:
                     " in one inference server: name all of them, or none"
                 )
 
-    def _publish(self, source: Weights | None, worker_ids: Sequence[int]) -> PushHandle | None:
+    def _publish(
+        self, source: Weights | None, worker_ids: Sequence[int], *, apart: bool = False
+    ) -> PushHandle | None:
         """Publish to these workers, of whom some may have left meanwhile."""
         holders = self._pool.holders(worker_ids)
         selected = [w for w in holders if not self._updater._skip_update(w)]  # noqa: SLF001 - the name that TorchRL has
@@ -110,7 +113,8 @@ class Publisher:
         self._updater.check(device, selected)
         with self._lock:
             self._freeze(self._pool.version + 1)
-            handle = self._pool.push(self._snapshot(weights, device), selected)
+            flat = self._snapshot(weights, device)
+            handle = self._pool.push(flat, selected, apart=apart)
         self._updater._call_post_hooks()  # noqa: SLF001 - the name that TorchRL has
         return handle
 

@@ -96,19 +96,22 @@ class WeightSender:
         """The newest version that a worker has acknowledged, or started with."""
         return self._slots.acknowledged(worker_id)
 
-    def publish(self, flat: torch.Tensor, version: int, worker_ids: Sequence[int]) -> PushHandle:
+    def publish(
+        self, flat: torch.Tensor, version: int, worker_ids: Sequence[int], *, apart: bool = False
+    ) -> PushHandle:
         """Send ``flat`` as ``version``, in place of what was published and not sent yet.
 
         Args:
             flat: the snapshot, uint8; must not be changed any more.
             version: its policy_version, higher than all before.
             worker_ids: the workers that get it.
+            apart: no newer weights of other workers take its place.
         """
         # For all to be ready, to be sent to and to acknowledge.
         limit_s = self._options.ready_timeout_s + 2 * self._timeout_s
         handle = PushHandle(version, sorted(worker_ids), limit_s)
         with self._lock:
-            self._slots.publish(flat, clock_ns(), handle)
+            self._slots.publish(flat, clock_ns(), handle, apart=apart)
         self._thread.put(self._send_all)
         return handle
 

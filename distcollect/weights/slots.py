@@ -27,7 +27,8 @@ from distcollect.weights.push_handle import PushHandle
 _MAX_ATTEMPTS = 3
 # The handles of a late worker that are updated once it has caught up.
 _MAX_HANDLES = 16
-# Snapshots kept for workers that wait for them, and for processes that replace a worker's.
+# Snapshots kept for workers that wait for them, and for processes that replace a worker's; besides
+# those of weights that only these workers have.
 _MAX_SNAPSHOTS = 8
 
 
@@ -50,6 +51,7 @@ class Publication:
         handle: the user's.
         published_ns: when it was published.
         order: counts the publications, also where versions are renumbered.
+        apart: its workers have weights of their own: newer ones of others don't take their place.
         generation: how often versions had been renumbered.
     """
 
@@ -58,7 +60,8 @@ class Publication:
     handle: PushHandle
     published_ns: int
     order: int
-    generation: int = 0
+    apart: bool
+    generation: int
 
 
 @dataclass(eq=False)
@@ -135,11 +138,13 @@ class WeightSlots:
         slot = self._slots.get(worker_id)
         return 0 if slot is None else slot.acknowledged
 
-    def publish(self, flat: torch.Tensor, published_ns: int, handle: PushHandle) -> None:
+    def publish(
+        self, flat: torch.Tensor, published_ns: int, handle: PushHandle, *, apart: bool
+    ) -> None:
         """Have ``flat`` sent to the handle's workers, in place of what they wait for."""
         order = next(self._orders)
         publication = Publication(
-            handle.version, flat, handle, published_ns, order, self._generation
+            handle.version, flat, handle, published_ns, order, apart, self._generation
         )
         self._latest = publication
         for worker_id in handle.worker_ids:
@@ -321,9 +326,12 @@ class WeightSlots:
         slot.turn = next(self._turns)
 
     def _drop_old_snapshots(self) -> None:
-        """Keep a bounded number; a slot whose version is dropped gets the next newer one."""
-        newest = {slot.newest for slot in self._slots.values() if slot.newest is not None}
-        oldest = sorted(newest, key=lambda publication: publication.order)[-_MAX_SNAPSHOTS:][:1]
+        """Keep a bounded number; a slot whose version is dropped gets the next newer one.
+
+        Not where others' newer weights would be other weights: what is apart is kept.
+        """
+        newest = {s.newest for s in self._slots.values() if s.newest and not s.newest.apart}
+        kept = sorted(newest, key=lambda publication: publication.order)[-_MAX_SNAPSHOTS:]
         for slot in self._slots.values():
-            if slot.newest is not None and slot.newest.order < oldest[0].order:
-                slot.newest = oldest[0]
+            if slot.newest in newest.difference(kept):
+                slot.newest = kept[0]

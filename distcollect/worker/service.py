@@ -363,8 +363,12 @@ class Worker(WorkerService):
         gpu, host = gpu_of(weights.device), socket.gethostname()
         return WorkerInfo(layout, weights.layout, gpu, host, self._host_cores, server)
 
-    @_on_main_thread
-    def collect(self, request: CollectRequest) -> tuple[Header, Tensors]:
+    def collect(self, request: CollectRequest) -> Future[tuple[Header, Tensors]]:
+        if (engine := self._configured.engine).options.exact_version:
+            engine.weights.expect(request.version)  # at once, as newer ones come before it begins
+        return self.submit(self._collect, request)
+
+    def _collect(self, request: CollectRequest) -> tuple[Header, Tensors]:
         engine = self._configured.engine
         if self._pre_collect_hook is not None:
             with self.counter.doing(Task.HOOK):
@@ -408,10 +412,7 @@ class Worker(WorkerService):
         engine.weights.apply()
         try:
             with self.counter.doing(Task.EVALUATE, request.timeout_s):
-                found = evaluator.evaluate(request, engine.weights.version)
-            if self._link is not None:  # known from the answers only
-                found.policy_version.fill_(engine.weights.version)
-            return found
+                return evaluator.evaluate(request, engine.weights.version)
         finally:
             engine.step_timer.restart_wait()
 

@@ -245,6 +245,21 @@ class HeldUp(dc.TransportUpdater):
         return super().sources(payload, peers)
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_weights_for_one_worker_never_go_to_another(collect: Collect, own: bool) -> None:
+    """Of the collector's own policy, which is one for all, a worker may get a newer version."""
+    policy, updater = Telling(), HeldUp()
+    collector = collect(policy, num_workers=12, weight_updater=updater)
+    for each in range(12):
+        weights = policy.fill(each + 1) if own else Telling(each + 1).state_dict()
+        collector.update_policy_weights_(weights, worker_ids=each, wait=False)
+    updater.may_go_on.set()
+    batch = collector.next()
+    versions = batch["collector", "policy_version"][:, -1]
+    assert torch.equal(batch["wide"][:, -1].long(), versions)
+    assert (versions.tolist() == list(range(1, 13))) != own
+
+
 @pytest.mark.parametrize("mode", ["pace", "drop", "mask"])
 def test_the_age_counts_versions_that_were_sent_to_others(collect: Collect, mode: str) -> None:
     """Worker 1 is left out of 40 publications: its frames have no lag, but are too old."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -9,6 +10,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +105,18 @@ class FailingEnv(CountingEnv):
     def step(self, action: Any) -> Any:
         if self.fails and self.steps == 2:
             raise OSError("the simulator crashed")
+        return super().step(action)
+
+
+class BreakingEnv(CountingEnv):
+    """Raises after ten steps; it takes a while to be made."""
+
+    def __init__(self) -> None:
+        self.rest = iter(range(10))
+        time.sleep(0.05)
+
+    def step(self, action: Any) -> Any:
+        next(self.rest)
         return super().step(action)
 
 
@@ -322,6 +337,43 @@ def test_a_half_that_is_computed_out_of_turn_has_its_own_version() -> None:
             assert torch.equal(batch["weight"].long(), batch["collector", "policy_version"])
 
 
+@contextlib.contextmanager
+def publishing(collector: Any, weight: torch.Tensor) -> Iterator[None]:
+    """Meanwhile weights that are their version are published, one after the other."""
+    ended = threading.Event()
+
+    def publish() -> None:
+        for version in count(1):
+            if ended.wait(0.01):
+                return
+            nn.init.constant_(weight, version)
+            collector.update_policy_weights_()
+
+    publisher = threading.Thread(target=publish)
+    publisher.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        publisher.join(SOON_S)
+
+
+def test_new_weights_that_come_while_an_env_is_made_anew_show_in_all_frames_from_then_on() -> None:
+    with dc.MultiSyncDataCollector(
+        BreakingEnv,
+        policy := Weighing(),
+        num_workers=1,
+        frames_per_batch=95,
+        inference=dc.Inference("host"),
+        faults=dc.Faults(max_env_faults=100),
+    ) as collector:
+        with publishing(collector, policy.weight):
+            for _ in range(4):
+                batch = collector.next()
+                assert torch.equal(batch["weight"].long(), batch["collector", "policy_version"])
+        assert len(batch["collector", "policy_version"].unique()) > 5
+
+
 def test_workers_and_server_that_are_killed_lose_no_frame_without_a_cause() -> None:
     told = Telling()
     with dc.MultiSyncDataCollector(
@@ -478,6 +530,39 @@ def test_evaluation() -> None:
         assert first == second
         collector.update_policy_weights_()
         assert collector.evaluate(4).policy_version.tolist() == [1] * 4
+
+
+class PaidLast(PayingEnv):
+    """Pays the last action of an episode."""
+
+    def step(self, action: np.ndarray) -> Any:
+        _, reward, ended, *rest = super().step(action)
+        return _, reward * ended, ended, *rest
+
+
+class Constant(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        return self.weight.expand(len(observation), 1)
+
+
+@pytest.mark.parametrize("num_envs", [1, 2])
+def test_an_episode_has_the_newest_version_that_played_it(num_envs: int) -> None:
+    with dc.MultiSyncDataCollector(
+        PaidLast,
+        policy := Constant(),
+        num_workers=1,
+        envs_per_worker=num_envs,
+        frames_per_batch=8,
+        inference=dc.Inference("host"),
+    ) as collector:
+        with publishing(collector, policy.weight):
+            found = collector.evaluate(1000)
+        assert torch.equal(found.returns.long(), found.policy_version)
+        assert len(found.policy_version.unique()) > 3
 
 
 def test_weights_go_to_all_workers_of_a_server_or_to_none() -> None:

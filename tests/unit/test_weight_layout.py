@@ -229,6 +229,20 @@ def test_versions_are_copied_to_where_the_weights_are() -> None:
     assert len(buffers) <= 3
 
 
+def test_what_rollouts_were_asked_for_is_kept_however_many_versions_come() -> None:
+    net = nn.Linear(1, 1)
+    live = LiveWeights(net, keeps_each=True)
+    for version in range(1, 40):
+        offered(live, version, version)
+        if version in (3, 20):
+            live.expect(version)
+    for version in (3, 20, 39):
+        live.apply(up_to=version)
+        assert live.version == net.weight.item() == version
+    buffers = {offered(live, version, version).data_ptr() for version in range(40, 100)}
+    assert len(buffers) < 15, "what was asked for before is not kept for good"
+
+
 def test_two_threads_never_tear_a_version() -> None:
     """Between two applies, the stepping thread sees one whole version."""
     net = nn.Sequential(nn.Linear(300, 300), nn.BatchNorm1d(300), nn.Linear(300, 1))

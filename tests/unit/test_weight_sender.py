@@ -99,11 +99,11 @@ class World:
         for worker_id in range(num_workers):
             self.sender.welcome(worker_id, 100 + worker_id)
 
-    def publish(self, *worker_ids: int) -> dc.PushHandle:
+    def publish(self, *worker_ids: int, apart: bool = False) -> dc.PushHandle:
         self.version += 1
         flat = self.layout.empty()
         self.snapshots.append(weakref.ref(flat))
-        return self.sender.publish(flat, self.version, worker_ids)
+        return self.sender.publish(flat, self.version, worker_ids, apart=apart)
 
     @property
     def num_snapshots(self) -> int:
@@ -172,12 +172,15 @@ def assert_within(event: threading.Event) -> None:
     assert event.wait(SOON_S)
 
 
-def test_few_versions_are_kept_as_they_are(make: Callable[[int], World]) -> None:
+@pytest.mark.parametrize(("num_workers", "apart"), [(8, False), (30, True)])
+def test_few_versions_and_what_is_apart_are_kept_as_they_are(
+    make: Callable[[int], World], num_workers: int, apart: bool
+) -> None:
     """Who replaces a worker gets the very version that was published for it."""
-    world = make(8)
-    for worker_id in range(8):
-        world.publish(worker_id).wait(SOON_S)
-    for worker_id in range(8):
+    world = make(num_workers)
+    for worker_id in range(num_workers):
+        world.publish(worker_id, apart=apart).wait(SOON_S)
+    for worker_id in range(num_workers):
         world.sender.forget(worker_id, replaced=True)
         assert world.sender.welcome(worker_id, 200 + worker_id) == 1 + worker_id
 
