@@ -52,12 +52,20 @@ class Normalizer(nn.Module):
     def bind(self, entries: Iterable[Leaf]) -> None:
         """Choose from the entries of an observation, as the settings say; all means are 0 then.
 
-        If the choice is the one from before, nothing happens.
+        A choice stays: envs that are only evaluated in may show more beside it.
 
         Raises:
-            ArgumentError: there is no such entry, or none has floats.
+            ArgumentError: there is no such entry, or none has floats; or one of the choice is
+                missing.
         """
         wanted, by_key = self.settings.observations, {leaf.key: leaf for leaf in entries}
+        if lacking := {*self.leaves}.difference(by_key.values()):
+            raise ArgumentError(
+                f"Normalize: an env shows no {', '.join(sorted(map(str, lacking)))}, which the "
+                f"envs before it show; it has {', '.join(map(str, by_key.values()))}"
+            )
+        if self.leaves:
+            return
         if isinstance(wanted, bool):
             leaves = [each for each in by_key.values() if wanted and each.dtype.is_floating_point]
             missing = [*by_key] if wanted and not leaves else []
@@ -71,8 +79,6 @@ class Normalizer(nn.Module):
                 f"Normalize(observations={wanted!r}): the observation has no such entry, or none "
                 f"of floats: {known}; name the entries to normalise, or give False"
             )
-        if self.leaves == tuple(leaves):
-            return
         self.leaves = tuple(leaves)
         for index, leaf in enumerate(leaves):
             self.register_buffer(f"entry_{index}", _Moments(leaf.shape).frozen(0.0))

@@ -195,6 +195,42 @@ def test_evaluation_and_deployment_use_what_was_published_last(make: Any) -> Non
         assert plain.normalizer is None
 
 
+class Far(gym.Env[Any, Any]):
+    """The arm is far from 0; only where the policy is evaluated, it is scored, or has no arm."""
+
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, context: dc.EnvContext, *, lacks: bool = False) -> None:
+        box = spaces.Box(-np.inf, np.inf, (1,), np.float32)
+        more = {"score": box} if context.for_evaluation else {}
+        entries = more if lacks and more else {"arm": box, **more}
+        self.observation_space = spaces.Dict(entries)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return {key: np.full(1, 1e3, np.float32) for key in self.observation_space}, {}
+
+    def step(self, action: Any) -> Any:
+        return self.reset()[0], float(action), True, False, {}
+
+
+@pytest.mark.parametrize("make", [IN_PROCESS, SYNC])
+def test_an_env_may_show_more_where_the_policy_is_evaluated(make: Any) -> None:
+    def is_near(arm: torch.Tensor) -> torch.Tensor:
+        return (arm[:, 0] < 100).long()
+
+    for maker, returns in ((Far, 1.0), (partial(Far, lacks=True), None)):
+        with collector(make, maker, is_near) as tested:
+            for _ in range(2):
+                tested.next()
+                tested.update_policy_weights_()
+                if returns:
+                    assert tested.evaluate(2).returns.tolist() == [returns] * 2
+                    continue
+                with pytest.raises(dc.ArgumentError, match=r"shows no arm \[1\] float32, which"):
+                    tested.evaluate(2)
+            assert tested.next()["action"].all()
+
+
 @pytest.mark.parametrize(("before", "after"), [(IN_PROCESS, SYNC), (SYNC, IN_PROCESS)])
 def test_a_checkpoint_goes_on_with_the_same_statistics(
     tmp_path: Path, before: Any, after: Any
