@@ -130,9 +130,11 @@ class Statistics:
     Attributes:
         normalizer: has the statistics that were frozen last.
         worker_ids: gives the workers that may deliver frames.
+        waiting: gives the lowest version of each rollout that waits; its worker may be gone.
     """
 
     worker_ids: Callable[[], Iterable[int]] = staticmethod(lambda: (0,))
+    waiting: Callable[[], Iterable[int]] = staticmethod(lambda: ())
 
     def __init__(self, normalizer: Normalizer, layout: Layout, *, raw: bool) -> None:
         """Start without frames.
@@ -197,7 +199,9 @@ class Statistics:
                 self._normalize(frames, real)
             for header in headers:
                 self._oldest[header.worker_id] = header.policy_version[0]
-            oldest = min((self._oldest.get(each, 0) for each in worker_ids), default=0)
+            to_come = [self._oldest.get(each, 0) for each in worker_ids]
+            # Asked last: nothing comes from a worker that is gone after that.
+            oldest = min((*to_come, *self.waiting()), default=0)
             self._frozen = {v: each for v, each in self._frozen.items() if v >= oldest}
 
     def _normalize(self, frames: TensorDict, real: torch.Tensor) -> None:
