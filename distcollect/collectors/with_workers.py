@@ -373,6 +373,7 @@ class WithWorkers(Backend):
 
     def resume(self, version: int, first_traj_id: int) -> None:
         timeout_s = self._options.fault_limits.batch_timeout_s
+        self._gaps.free_ids()
         first_traj_id = identity().resume(first_traj_id)
         self.pool.resume(version, first_traj_id, self.resumed_frames, timeout_s)
         if self.statistics is not None:

@@ -251,6 +251,39 @@ def test_a_reset_or_a_seed_drops_trajectories_that_were_not_delivered(kind: Any,
         assert collector.next()["observation"][0, :, 1].tolist() == [3, 3]
 
 
+def test_the_first_trajectories_after_a_seed_are_whole() -> None:
+    kind = {"trajs_per_batch": 1, "reproducible": True}
+    with make(dc.MultiaSyncDataCollector, Maker(T + 2), num_envs=1, **kind) as collector:
+        collector.next()
+        collector.set_seed(0)  # which gives up rollouts
+        before = collector.abandoned_frames
+        assert {collector.next().shape[1] for _ in range(4)} == {T + 2}
+        assert collector.abandoned_frames == before
+
+
+@pytest.mark.parametrize("kind", [dc.SyncDataCollector, dc.MultiSyncDataCollector])
+def test_no_trajectory_goes_on_after_a_rollout_that_was_not_delivered(kind: Any) -> None:
+    is_wanted = iter([1, 1, 0, 1, 1, 0, 0, 1, 1, 1])
+
+    def wanted(batch: TensorDict) -> TensorDict:
+        if not next(is_wanted):
+            raise KeyError("not wanted")
+        return batch
+
+    batches: list[TensorDict] = []
+    with make(kind, Maker(2 * T + 3, 10**9), num_envs=2, postproc=wanted) as collector:
+        for number in range(10):
+            try:
+                batches.append(collector.next().reshape(-1, T))
+            except KeyError:
+                assert number in (2, 5, 6)
+    frames = torch.cat(batches, 1)
+    seen, ids = frames["observation"], frames["collector", "traj_ids"]
+    follows = (seen[:, 1:] - seen[:, :-1] == torch.tensor([0.0, 0.0, 1.0])).all(-1)
+    assert torch.equal(ids[:, 1:] == ids[:, :-1], follows)
+    assert len(ids.unique()) == int((~follows).sum()) + len(ids)
+
+
 def test_a_seed_drops_no_trajectories_that_are_on_their_way_to_the_buffer() -> None:
     begun, may_end = threading.Event(), threading.Event()
 
