@@ -12,7 +12,7 @@ from tensordict.base import TensorDictBase
 from distcollect.collectors.options import CollectorOptions
 from distcollect.errors import ArgumentError, ArgumentTypeError, BatchTimeout
 from distcollect.rollout.header import Header, Rollout
-from distcollect.rollout.layout import MASK, TRAJ_IDS, Layout
+from distcollect.rollout.layout import FAULTED, MASK, TRAJ_IDS, Layout
 from distcollect.rollout.spaces import as_key, indexable
 
 
@@ -117,7 +117,7 @@ class _Unfinished:
 
     Attributes:
         parts: the parts of each, by traj_id.
-        incomplete: traj_ids whose beginning is missing.
+        incomplete: traj_ids whose beginning or end is missing.
     """
 
     parts: dict[int, list[TensorDict]] = field(default_factory=dict)
@@ -187,6 +187,8 @@ class WholeTrajectories:
             ends = any(bool(part["next"][key][-1].any()) for key in done_keys)
             if not ends:
                 unfinished.add(traj_id)
+            if ends and bool(part[FAULTED][-1]):
+                worker.incomplete.add(traj_id)  # its end is missing
             if traj_id in worker.incomplete:
                 self.abandoned_frames += len(part)
             elif ends:

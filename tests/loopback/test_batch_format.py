@@ -177,6 +177,24 @@ def test_trajectories_that_come_one_by_one_have_a_batch_timeout_each(resets: boo
         assert collector.next().shape == (2, T)
 
 
+@pytest.mark.parametrize("num_steps", [2 * T, 2 * T + 2])
+def test_a_trajectory_that_a_fault_ends_is_not_whole(num_steps: int) -> None:
+    """Whether the env raises at the first step of a rollout or within it."""
+    left = [num_steps]
+
+    class Raises(Lengths):
+        def step(self, action: Any) -> Any:
+            left[0] -= 1
+            if left[0] == -1:
+                raise OSError("worn out")
+            return super().step(action)
+
+    settings = {"num_envs": 1, "trajs_per_batch": 1}
+    with make(dc.SyncDataCollector, lambda: Raises(0, (2 * T + 4,)), **settings) as collector:
+        assert {collector.next().shape[1] for _ in range(3)} == {2 * T + 4}
+        assert collector.abandoned_frames == num_steps
+
+
 @pytest.mark.parametrize(("trajs", "num_batches"), [(2, 3), (4, 1)])
 def test_whole_trajectories_end_with_the_frames(trajs: int, num_batches: int) -> None:
     """And a batch has exactly as many as were asked for."""
