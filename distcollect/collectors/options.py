@@ -415,7 +415,8 @@ class WorkerOptions(CollectorOptions):
         weight_updater: how weights are sent: a :class:`WeightUpdaterBase` of ours or of TorchRL's,
             or a callable that makes one; None: an :class:`AutoUpdater`, or if ``weight_sync`` names
             a backend a :class:`BroadcastUpdater`.
-        staleness: how old the policy of a delivered frame may be; None: any age.
+        staleness: how old the policy of a delivered frame may be; None: any age. Not with
+            ``trajs_per_batch``.
         reproducible: in async mode, the same batches each time (after ``set_seed``). Workers
             deliver in turn. Each begins a rollout when the batch after its previous one is
             requested, with the weights published by then, and keeps these weights to the end. So a
