@@ -438,7 +438,10 @@ class DataCollectorBase(ABC):
 
     @property
     def version_lag(self) -> LagStats | None:
-        """The lags of the last batch's frames when it was delivered; None before the first."""
+        """The lags of the last batch's frames when it was delivered; None before the first.
+
+        With ``trajs_per_batch``, of the last rollouts that came, in which trajectories end.
+        """
         return self._backend.lag
 
     @property

@@ -12,7 +12,7 @@ from tensordict.base import TensorDictBase
 from distcollect.collectors.options import CollectorOptions
 from distcollect.errors import ArgumentError, ArgumentTypeError, BatchTimeout
 from distcollect.rollout.header import Header, Rollout
-from distcollect.rollout.layout import MASK, TRAJ_IDS, Layout
+from distcollect.rollout.layout import FAULTED, MASK, TRAJ_IDS, Layout
 from distcollect.rollout.spaces import as_key, indexable
 
 
@@ -117,13 +117,11 @@ class _Unfinished:
 
     Attributes:
         parts: the parts of each, by traj_id.
-        incomplete: traj_ids whose beginning is missing.
-        next: incarnation and sequence of the worker's next rollout; None: there was none.
+        incomplete: traj_ids whose beginning or end is missing.
     """
 
     parts: dict[int, list[TensorDict]] = field(default_factory=dict)
     incomplete: set[int] = field(default_factory=set)
-    next: tuple[int, int] | None = None
 
 
 class WholeTrajectories:
@@ -166,23 +164,19 @@ class WholeTrajectories:
             f"within {limit_s:g} s was {self.num_whole}; {hint}"
         )
 
-    def add(self, rows: TensorDict, headers: Sequence[Header]) -> None:
+    def add(self, rows: TensorDict, headers: Sequence[Header], rests: set[int]) -> None:
         """Add the trajectories in W rollouts.
 
         Args:
             rows: ``[W, *dims, T]``, with the dimensions of a rollout's rows.
             headers: of the rollouts.
+            rests: ids of trajectories whose beginning is missing.
         """
         for header, rollout in zip(headers, rows.unbind(0), strict=True):
-            self._add(rollout, header)
+            self._add(rollout, self._workers.setdefault(header.worker_id, _Unfinished()), rests)
 
-    def _add(self, rows: TensorDict, header: Header) -> None:
-        worker = self._workers.setdefault(header.worker_id, _Unfinished())
-        is_next = (header.incarnation, header.sequence) == worker.next
-        worker.next = header.incarnation, header.sequence + 1
-        if not is_next and header.sequence:
-            worker.incomplete.update(rows[TRAJ_IDS][..., 0].flatten().tolist())
-        worker.incomplete.update(header.work.rests)
+    def _add(self, rows: TensorDict, worker: _Unfinished, rests: set[int]) -> None:
+        worker.incomplete.update(rests)
         unfinished: set[int] = set()
         frames, lengths = _by_trajectory(rows)
         done_keys = _flags(frames["next"], "done")
@@ -193,6 +187,8 @@ class WholeTrajectories:
             ends = any(bool(part["next"][key][-1].any()) for key in done_keys)
             if not ends:
                 unfinished.add(traj_id)
+            if ends and bool(part[FAULTED][-1]):
+                worker.incomplete.add(traj_id)  # its end is missing
             if traj_id in worker.incomplete:
                 self.abandoned_frames += len(part)
             elif ends:

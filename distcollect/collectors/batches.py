@@ -16,6 +16,7 @@ from torch import nn
 
 from distcollect.collectors.background import Background
 from distcollect.collectors.batch_format import BatchFormat, WholeTrajectories
+from distcollect.collectors.gaps import Gaps
 from distcollect.collectors.options import CollectorOptions
 from distcollect.collectors.replay import frames_for
 from distcollect.collectors.user_code import users_stack_level, without_stop
@@ -145,6 +146,8 @@ class Backend(ABC):
         self.age: LagStats | None = None
         self._options = options
         self._format = BatchFormat(options)
+        self._gaps = Gaps()
+        self._rests: set[int] = set()  # ids in the last batch, of trajectories without a beginning
         self._stats_recorder = stats_recorder
         self._waiting: Batch | None = None  # that the replay buffer did not take
         self._adding: Batch | None = None  # the one that is added to the replay buffer now
@@ -319,6 +322,7 @@ class Backend(ABC):
             if settle is not None:
                 settle(cause)
                 if cause is None:
+                    self._gaps.delivered()
                     self._count(batch.headers, batch.lag, batch.age)
 
     def _rollouts_of(self, batch: TensorDict) -> list[TensorDict]:
@@ -357,6 +361,7 @@ class Backend(ABC):
     def _shaped(self, batch: Batch) -> TensorDict:
         """Return the frames of a new batch in its shape, and normalised."""
         assert batch.frames is not None
+        self._rests = self._gaps.take(batch.frames, batch.headers, self.layout.num_envs)
         if self.statistics is not None:
             self.statistics.take(batch.frames, batch.headers)
         return self._format.shaped(batch.frames, self.layout)
@@ -421,7 +426,7 @@ class Backend(ABC):
                     raise
                 raise trajectories.too_few(limit_s) from error
             num_before = trajectories.num_whole
-            trajectories.add(self._shaped(batch), batch.headers)
+            trajectories.add(self._shaped(batch), batch.headers, self._rests)
             self._settle(batch, None)
             # With resets in between, a trajectory that one rollout lacks comes in no later one.
             more = trajectories.num_whole > num_before
@@ -515,4 +520,5 @@ class Backend(ABC):
                 # At exit, the pool may be closed before.
                 with contextlib.suppress(CollectorStateError):
                     self._settle(self._adding, None)
+        self._gaps.free_ids()
         self.drop("shut_down")

@@ -84,8 +84,9 @@ class CollectorOptions:
         split_trajs: deliver ``[trajectories, longest]``, one row for each trajectory of the
             batch, padded with zeros; padding is False in ``("collector", "mask")``.
         trajs_per_batch: deliver exactly this many whole trajectories at a time, in the order in
-            which they end, padded as with ``split_trajs``. At the end, fewer are dropped. A
-            ``replay_buffer`` gets all that are whole, as soon as there is one.
+            which they end, padded as with ``split_trajs``. At the end, fewer are dropped, and so
+            is what a fault of its env has cut short. A ``replay_buffer`` gets all that are whole,
+            as soon as there is one.
         traj_format: how ``trajs_per_batch`` delivers trajectories: "padded", or "cat": one after
             the other, ``[F]``, without padding.
         set_truncated: mark the last frame of each row of each rollout truncated and done,
@@ -414,7 +415,8 @@ class WorkerOptions(CollectorOptions):
         weight_updater: how weights are sent: a :class:`WeightUpdaterBase` of ours or of TorchRL's,
             or a callable that makes one; None: an :class:`AutoUpdater`, or if ``weight_sync`` names
             a backend a :class:`BroadcastUpdater`.
-        staleness: how old the policy of a delivered frame may be; None: any age.
+        staleness: how old the policy of a delivered frame may be; None: any age. Not with
+            ``trajs_per_batch``.
         reproducible: in async mode, the same batches each time (after ``set_seed``). Workers
             deliver in turn. Each begins a rollout when the batch after its previous one is
             requested, with the weights published by then, and keeps these weights to the end. So a

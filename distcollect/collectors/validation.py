@@ -134,6 +134,11 @@ def check_together(options: Any) -> None:
             "split_trajs and trajs_per_batch are both given: the latter gives one row for each "
             "trajectory already"
         )
+    if whole and (bound := getattr(options, "staleness", None)) is not None:
+        raise ArgumentError(
+            f"trajs_per_batch={options.trajs_per_batch} and {bound}: a trajectory spans rollouts, "
+            "and its first frames get older until it ends: leave one of them out"
+        )
     _check_buffer_takes(options)
 
 

@@ -153,6 +153,7 @@ class WithWorkers(Backend):
         )
         if self.statistics is not None:
             self.statistics.worker_ids = self._collecting
+            self.statistics.waiting = self.pool.waiting_versions
         if not (options.update_at_each_batch or isinstance(options.updater, NoUpdater)):
             own = published(options.policy, options.published_models)
             self.unpublished = UnpublishedChanges(own, probe.weights)
@@ -372,6 +373,7 @@ class WithWorkers(Backend):
 
     def resume(self, version: int, first_traj_id: int) -> None:
         timeout_s = self._options.fault_limits.batch_timeout_s
+        self._gaps.free_ids()
         first_traj_id = identity().resume(first_traj_id)
         self.pool.resume(version, first_traj_id, self.resumed_frames, timeout_s)
         if self.statistics is not None:

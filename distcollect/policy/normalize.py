@@ -52,12 +52,20 @@ class Normalizer(nn.Module):
     def bind(self, entries: Iterable[Leaf]) -> None:
         """Choose from the entries of an observation, as the settings say; all means are 0 then.
 
-        If the choice is the one from before, nothing happens.
+        A choice stays: envs that are only evaluated in may show more beside it.
 
         Raises:
-            ArgumentError: there is no such entry, or none has floats.
+            ArgumentError: there is no such entry, or none has floats; or one of the choice is
+                missing.
         """
         wanted, by_key = self.settings.observations, {leaf.key: leaf for leaf in entries}
+        if lacking := {*self.leaves}.difference(by_key.values()):
+            raise ArgumentError(
+                f"Normalize: an env shows no {', '.join(sorted(map(str, lacking)))}, which the "
+                f"envs before it show; it has {', '.join(map(str, by_key.values()))}"
+            )
+        if self.leaves:
+            return
         if isinstance(wanted, bool):
             leaves = [each for each in by_key.values() if wanted and each.dtype.is_floating_point]
             missing = [*by_key] if wanted and not leaves else []
@@ -71,8 +79,6 @@ class Normalizer(nn.Module):
                 f"Normalize(observations={wanted!r}): the observation has no such entry, or none "
                 f"of floats: {known}; name the entries to normalise, or give False"
             )
-        if self.leaves == tuple(leaves):
-            return
         self.leaves = tuple(leaves)
         for index, leaf in enumerate(leaves):
             self.register_buffer(f"entry_{index}", _Moments(leaf.shape).frozen(0.0))
@@ -124,9 +130,11 @@ class Statistics:
     Attributes:
         normalizer: has the statistics that were frozen last.
         worker_ids: gives the workers that may deliver frames.
+        waiting: gives the lowest version of each rollout that waits; its worker may be gone.
     """
 
     worker_ids: Callable[[], Iterable[int]] = staticmethod(lambda: (0,))
+    waiting: Callable[[], Iterable[int]] = staticmethod(lambda: ())
 
     def __init__(self, normalizer: Normalizer, layout: Layout, *, raw: bool) -> None:
         """Start without frames.
@@ -191,7 +199,9 @@ class Statistics:
                 self._normalize(frames, real)
             for header in headers:
                 self._oldest[header.worker_id] = header.policy_version[0]
-            oldest = min((self._oldest.get(each, 0) for each in worker_ids), default=0)
+            to_come = [self._oldest.get(each, 0) for each in worker_ids]
+            # Asked last: nothing comes from a worker that is gone after that.
+            oldest = min((*to_come, *self.waiting()), default=0)
             self._frozen = {v: each for v, each in self._frozen.items() if v >= oldest}
 
     def _normalize(self, frames: TensorDict, real: torch.Tensor) -> None:

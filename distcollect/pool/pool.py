@@ -181,6 +181,11 @@ class Pool(MembershipObserver):
         self._await(are_present, timeout_s)
         return self.present
 
+    def waiting_versions(self) -> list[int]:
+        """The lowest version of each rollout that waits for delivery."""
+        with self._loop.reading():
+            return [request.version for request in self._core.requests.waiting()]
+
     @property
     def acknowledged(self) -> dict[int, int]:
         """worker_id to the newest version that it has."""

@@ -52,6 +52,7 @@ class StepTimer:
         self.rests: tuple[int, ...] = ()
         self.due = 0
         self.stride = 1
+        self._was_reset = False
         self._sums: Counter[str] = Counter()  # by their names in a WorkReport
         self._began_at = 0
         self._cpu_at = 0
@@ -120,6 +121,7 @@ class StepTimer:
 
     def was_reset(self, begin: int, end: int) -> None:
         """All envs were reset."""
+        self._was_reset = True
         self._sums["env_ns"] += end - begin
         self._others.append((STEPS, "reset", begin, end))
 
@@ -160,10 +162,10 @@ class StepTimer:
         """Return all that was measured since the last call."""
         sums: Any = self._sums
         self._sums = Counter()
+        ends: Any = {"rests": self.rests, "was_reset": self._was_reset}
+        self._was_reset = False
         returns, lengths = self._finished
-        return WorkReport(
-            **sums, returns=returns, lengths=lengths, metrics=self._values, rests=self.rests
-        )
+        return WorkReport(**sums, **ends, returns=returns, lengths=lengths, metrics=self._values)
 
 
 class Episodes:

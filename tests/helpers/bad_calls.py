@@ -205,6 +205,12 @@ ARGUMENTS: list[Row] = [
     (lambda: sync(postproc=5), KIND, "postproc=5", "callable that takes a batch and returns one"),
     (lambda: sync(trajs_per_batch=2, split_trajs=True), ARGUMENT, "split_trajs and", "latter"),
     (lambda: sync(trajs_per_batch=2, set_truncated=True), ARGUMENT, "set_truncated", "drop one"),
+    (
+        lambda: rpc(trajs_per_batch=2, staleness=dc.Staleness(1, mode="mask")),
+        ARGUMENT,
+        "trajs_per_batch=2 and Staleness",
+        "leave one of them out",
+    ),
     (lambda: sync(traj_format="flat"), ARGUMENT, "traj_format='flat'", "'padded' or 'cat'"),
     (lambda: sync(traj_format="cat"), ARGUMENT, "traj_format='cat'", "add trajs_per_batch"),
     (

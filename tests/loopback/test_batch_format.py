@@ -177,6 +177,24 @@ def test_trajectories_that_come_one_by_one_have_a_batch_timeout_each(resets: boo
         assert collector.next().shape == (2, T)
 
 
+@pytest.mark.parametrize("num_steps", [2 * T, 2 * T + 2])
+def test_a_trajectory_that_a_fault_ends_is_not_whole(num_steps: int) -> None:
+    """Whether the env raises at the first step of a rollout or within it."""
+    left = [num_steps]
+
+    class Raises(Lengths):
+        def step(self, action: Any) -> Any:
+            left[0] -= 1
+            if left[0] == -1:
+                raise OSError("worn out")
+            return super().step(action)
+
+    settings = {"num_envs": 1, "trajs_per_batch": 1}
+    with make(dc.SyncDataCollector, lambda: Raises(0, (2 * T + 4,)), **settings) as collector:
+        assert {collector.next().shape[1] for _ in range(3)} == {2 * T + 4}
+        assert collector.abandoned_frames == num_steps
+
+
 @pytest.mark.parametrize(("trajs", "num_batches"), [(2, 3), (4, 1)])
 def test_whole_trajectories_end_with_the_frames(trajs: int, num_batches: int) -> None:
     """And a batch has exactly as many as were asked for."""
@@ -249,6 +267,39 @@ def test_a_reset_or_a_seed_drops_trajectories_that_were_not_delivered(kind: Any,
         # Whole ones wait, and the third of each env has begun.
         call(collector)
         assert collector.next()["observation"][0, :, 1].tolist() == [3, 3]
+
+
+def test_the_first_trajectories_after_a_seed_are_whole() -> None:
+    kind = {"trajs_per_batch": 1, "reproducible": True}
+    with make(dc.MultiaSyncDataCollector, Maker(T + 2), num_envs=1, **kind) as collector:
+        collector.next()
+        collector.set_seed(0)  # which gives up rollouts
+        before = collector.abandoned_frames
+        assert {collector.next().shape[1] for _ in range(4)} == {T + 2}
+        assert collector.abandoned_frames == before
+
+
+@pytest.mark.parametrize("kind", [dc.SyncDataCollector, dc.MultiSyncDataCollector])
+def test_no_trajectory_goes_on_after_a_rollout_that_was_not_delivered(kind: Any) -> None:
+    is_wanted = iter([1, 1, 0, 1, 1, 0, 0, 1, 1, 1])
+
+    def wanted(batch: TensorDict) -> TensorDict:
+        if not next(is_wanted):
+            raise KeyError("not wanted")
+        return batch
+
+    batches: list[TensorDict] = []
+    with make(kind, Maker(2 * T + 3, 10**9), num_envs=2, postproc=wanted) as collector:
+        for number in range(10):
+            try:
+                batches.append(collector.next().reshape(-1, T))
+            except KeyError:
+                assert number in (2, 5, 6)
+    frames = torch.cat(batches, 1)
+    seen, ids = frames["observation"], frames["collector", "traj_ids"]
+    follows = (seen[:, 1:] - seen[:, :-1] == torch.tensor([0.0, 0.0, 1.0])).all(-1)
+    assert torch.equal(ids[:, 1:] == ids[:, :-1], follows)
+    assert len(ids.unique()) == int((~follows).sum()) + len(ids)
 
 
 def test_a_seed_drops_no_trajectories_that_are_on_their_way_to_the_buffer() -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from helpers.loopback_pool import loopback_collector
+from helpers.loopback_pool import backend_of, loopback_collector, workers_of
 from helpers.replay_buffers import Buffer, KeepingBuffer
 from helpers.waiting import eventually
 from tensordict import TensorDict
@@ -117,9 +117,9 @@ class Reference:
 
 
 class SecondIsSlow(gym.Wrapper[Any, Any, Any, Any]):
-    def __init__(self, context: dc.EnvContext) -> None:
+    def __init__(self, context: dc.EnvContext, pause_s: float = 0.005) -> None:
         super().__init__(gym.make(ENV))
-        self._pause_s = 0.005 * context.worker_id
+        self._pause_s = pause_s * context.worker_id
 
     def step(self, action: Any) -> Any:
         time.sleep(self._pause_s)
@@ -193,6 +193,59 @@ def test_evaluation_and_deployment_use_what_was_published_last(make: Any) -> Non
     with collector(make, ENV, deployed, normalize=None) as plain:
         assert torch.equal(plain.evaluate(3, seed=1).returns, returns)
         assert plain.normalizer is None
+
+
+class Far(gym.Env[Any, Any]):
+    """The arm is far from 0; only where the policy is evaluated, it is scored, or has no arm."""
+
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, context: dc.EnvContext, *, lacks: bool = False) -> None:
+        box = spaces.Box(-np.inf, np.inf, (1,), np.float32)
+        more = {"score": box} if context.for_evaluation else {}
+        entries = more if lacks and more else {"arm": box, **more}
+        self.observation_space = spaces.Dict(entries)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return {key: np.full(1, 1e3, np.float32) for key in self.observation_space}, {}
+
+    def step(self, action: Any) -> Any:
+        return self.reset()[0], float(action), True, False, {}
+
+
+@pytest.mark.parametrize("make", [IN_PROCESS, SYNC])
+def test_an_env_may_show_more_where_the_policy_is_evaluated(make: Any) -> None:
+    def is_near(arm: torch.Tensor) -> torch.Tensor:
+        return (arm[:, 0] < 100).long()
+
+    for maker, returns in ((Far, 1.0), (partial(Far, lacks=True), None)):
+        with collector(make, maker, is_near) as tested:
+            for _ in range(2):
+                tested.next()
+                tested.update_policy_weights_()
+                if returns:
+                    assert tested.evaluate(2).returns.tolist() == [returns] * 2
+                    continue
+                with pytest.raises(dc.ArgumentError, match=r"shows no arm \[1\] float32, which"):
+                    tested.evaluate(2)
+            assert tested.next()["action"].all()
+
+
+def test_what_a_worker_left_behind_is_normalised_as_it_acted() -> None:
+    policy, seen, maker = Seeing(), set(), partial(SecondIsSlow, pause_s=0.05)
+    with collector(ASYNC, maker, policy, frames_per_batch=20) as tested:
+        pool, workers = backend_of(tested).pool, workers_of(tested)
+        workers.drained = partial(pool.lose, replaced=False)
+        for _ in range(6):
+            tested.next()
+            tested.update_policy_weights_(policy)
+        eventually(lambda: 1 in pool.num_ready)  # newer ones of the other worker wait before it
+        pool.leave(1, 0)
+        eventually(lambda: pool.worker_ids == (0,))
+        while 1 not in seen:
+            batch = tested.next()
+            seen.update(batch["collector", "worker_id"].unique().tolist())
+            assert torch.equal(batch["observation"], batch["seen"])
 
 
 @pytest.mark.parametrize(("before", "after"), [(IN_PROCESS, SYNC), (SYNC, IN_PROCESS)])
