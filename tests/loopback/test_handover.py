@@ -192,6 +192,18 @@ def test_what_next_has_fetched_travels_along_if_there_is_no_other() -> None:
         settled(collector, lambda total: total.delivered == 10 * STEPS)
 
 
+def test_a_second_collector_hands_over_too() -> None:
+    """Its worker and its rollouts have the numbers of those of the first one."""
+    with make() as taker:
+        for _ in range(2):
+            with make(total_frames=4 * STEPS) as collector:
+                collector.next(SOON_S)
+                settled(collector, lambda total: total.stepped == 4 * STEPS)
+                reference = collector.hand_over(SOON_S)
+                assert reference.tensors is not None
+                assert taker.take_over(reference, SOON_S).shape == (2, STEPS)
+
+
 def test_the_lag_and_the_shape_are_the_takers() -> None:
     policy = ShownWeight()
     with make(
