@@ -59,7 +59,9 @@ class Background:
             while self._collects_one():
                 pass
         except BaseException as error:
-            if self._stop_requested and isinstance(error, CollectorStateError):
+            # At exit it is not told to stop first.
+            is_told = self._stop_requested or not threading.main_thread().is_alive()
+            if is_told and isinstance(error, CollectorStateError):
                 # It was shut down, which is no failure.
                 log.debug("collecting in the background ended: %s", error)
             else:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import torch
 from tensordict import TensorDict
@@ -31,7 +31,8 @@ class ReplayBuffer(Protocol):
     def extend(self, data: TensorDict) -> Any:
         """Add frames ``[F]``, or ``[n, T]`` to a TorchRL buffer with ``ndim`` above 1.
 
-        If it raises, it is called again with the same frames for the next batch.
+        If it raises, it is called again with the same frames for the next batch; if weights were
+        published meanwhile, it may get new ones.
         """
 
 
@@ -92,6 +93,7 @@ class WrappedBuffer:
     """A replay buffer around another one, whose attributes can all be used through it."""
 
     _buffer: Any
+    sample: Callable[..., Any]
     _state: Callable[..., dict[str, Any]]
     _load_state: Callable[[Mapping[str, Any]], None]
 
@@ -102,6 +104,18 @@ class WrappedBuffer:
 
     def __len__(self) -> int:
         return len(self._buffer)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._buffer[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        """Samples, without end."""
+        while True:
+            yield self.sample()
+
+    def next(self) -> Any:
+        """The same as ``sample()``."""
+        return self.sample()
 
     def _check(self, state: object, names: Set[str]) -> None:
         """Raise ArgumentError if ``state`` is none of this buffer's, which has these entries."""
@@ -157,7 +171,7 @@ class RateLimited(WrappedBuffer):
         checks.positive("RateLimited: min_size", min_size)
         if slack is not None and slack < 0:
             raise ArgumentError(f"RateLimited(slack={slack!r}): must be 0 or more")
-        self._buffer: Any = buffer
+        self._buffer = buffer
         self._samples_per_insert = samples_per_insert
         self._min_size = min_size
         self._slack = samples_per_insert * min_size / 10 if slack is None else slack
@@ -188,8 +202,15 @@ class RateLimited(WrappedBuffer):
 
     def extend(self, data: TensorDict) -> Any:
         """Add frames at once; the thread that fills the buffer waits before it collects them."""
+        return self._insert(self._buffer.extend, data)
+
+    def add(self, data: TensorDict) -> Any:
+        """Add a single frame."""
+        return self._insert(self._buffer.add, data)
+
+    def _insert(self, method: Callable[[TensorDict], Any], data: TensorDict) -> Any:
         with self._changed:
-            result = self._buffer.extend(data)
+            result = method(data)
             self._inserted += data.shape.numel()
             self._changed.notify_all()
         return result
@@ -348,7 +369,7 @@ class Prioritized(WrappedBuffer):
             if not checks.plain(value) >= 0:
                 raise ArgumentError(f"Prioritized({name}={value!r}): must be 0 or more")
         self.beta = beta
-        self._buffer: Any = buffer
+        self._buffer = buffer
         self._alpha = alpha
         self._key = priority_key
         self._lock = threading.Lock()
@@ -358,9 +379,6 @@ class Prioritized(WrappedBuffer):
         self._size = 0
         self._weights = torch.zeros(0, dtype=torch.float64)  # priority ** alpha
         self._generations = torch.zeros(0, dtype=torch.int64)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._buffer[index]
 
     def _state(self) -> dict[str, Any]:
         with self._lock:
@@ -464,6 +482,17 @@ class Prioritized(WrappedBuffer):
             self._weights[index[is_there]] = self._weight(priority[is_there])
             self._highest = max([self._highest, *priority[is_there].tolist()])
         return int(is_there.sum())
+
+    def update_priority(self, *_: Any, **__: Any) -> NoReturn:
+        """Refused: the frames at these indices may be others by now.
+
+        Raises:
+            ArgumentTypeError: always.
+        """
+        raise ArgumentTypeError(
+            "Prioritized has no update_priority(): set the priorities of what you sampled, by "
+            "update_tensordict_priority(sample)"
+        )
 
     def _weight(self, priority: torch.Tensor) -> torch.Tensor:
         return (priority.double() + _EPSILON) ** self._alpha

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import secrets
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -312,7 +313,7 @@ class WithWorkers(Backend):
             self.layout,
             request.slot.peer,
             self.workers.transport.address_of(request.slot.peer),
-            request.key,
+            request.key or secrets.token_hex(8),
             request.held,
             request.tensors,
         )

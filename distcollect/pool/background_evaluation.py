@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Collection
 from concurrent.futures import Future
 
 from distcollect.config import EvaluationWorkers
-from distcollect.errors import EnvError, WorkerLost
+from distcollect.errors import DistCollectError, EnvError, WorkerLost
 from distcollect.pool.pool import Pool
 from distcollect.results import Evaluation
 from distcollect.telemetry.recorder import StatsRecorder
@@ -52,9 +53,10 @@ class Evaluators:
             if worker_id in self._busy:
                 return
             self._busy[worker_id] = version
-        # Not under the lock: this takes the pool's lock.
-        answer = self._pool.call(worker_id, WorkerService.evaluate, self._request)
-        answer.add_done_callback(lambda answer: self._done(worker_id, answer))
+        # Not under the lock: this takes the pool's lock. Once the run has ended, nothing is called.
+        with contextlib.suppress(DistCollectError):
+            answer = self._pool.call(worker_id, WorkerService.evaluate, self._request)
+            answer.add_done_callback(lambda answer: self._done(worker_id, answer))
 
     def _done(self, worker_id: int, answer: Future[Evaluation]) -> None:
         with self._lock:

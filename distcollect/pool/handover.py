@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -10,13 +11,15 @@ from typing import Any, TypeVar
 from distcollect.common.peer_ids import identity
 from distcollect.common.waiting import arrives
 from distcollect.errors import ArgumentError, DeadlineError, RolloutGone, WorkerError, WorkerLost
-from distcollect.pool.requests import origin
 from distcollect.rollout.header import Header, Rollout
 from distcollect.rollout.layout import Layout, Tensors
 from distcollect.transport.protocol import Transport
 from distcollect.transport.worker_service import WorkerService
 
 T = TypeVar("T")
+
+# So many rollouts that came with their reference are not given twice.
+_REMEMBERED = 4096
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class RolloutReference:
         layout: of its frames.
         peer: its worker's id on the wire.
         contact: how to reach the worker; None: it is gone.
-        key: a secret that gives access to the rollout.
+        key: a secret that gives access to the rollout; no other one has it.
         held: by which the worker gives it: over RPC, an RRef that the worker owns; over TCP, None.
         tensors: the rollout itself, if it had been fetched before it was handed over.
     """
@@ -76,7 +79,8 @@ class HandoverReceiver:
         # (trainer, worker_id) to the peer of the process that is reachable. An earlier process of
         # that worker is evicted: its connection may hold memory.
         self._peers: dict[tuple[int, int], int] = {}
-        self._taken: set[tuple[int, ...]] = set()  # of those that came with their reference
+        # Keys of those that came with their reference.
+        self._taken: deque[str] = deque(maxlen=_REMEMBERED)
 
     def take(self, reference: RolloutReference, timeout_s: float) -> Rollout:
         """Fetch a rollout.
@@ -87,10 +91,9 @@ class HandoverReceiver:
             DeadlineError: the worker did not answer in time; names it.
         """
         if reference.tensors is not None:
-            which = (reference.trainer, *origin(reference.header))
-            if which in self._taken:
+            if reference.key in self._taken:
                 raise _gone(reference, "it was taken already")
-            self._taken.add(which)
+            self._taken.append(reference.key)
             return Rollout(reference.header, reference.tensors)
         self._meet(reference)
         deadline = time.monotonic() + timeout_s

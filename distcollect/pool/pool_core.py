@@ -308,6 +308,8 @@ class PoolCore:
         outcome = self.call(request.slot, WorkerService.handover_outcome, request.key)
         self._when_answered(outcome, self._kept_no_longer, request)
         request.held, request.is_held = held, True
+        if request is not self._chosen:
+            self._take_back(request)  # the user waits for it no longer
         self._decide()
 
     def _kept_no_longer(

@@ -132,6 +132,29 @@ class TestEvaluationWorkers:
         ) as collector:
             assert collector.next()["collector", "worker_id"][:, 0].tolist() == [0, 1]
 
+    def test_the_end_of_a_run_leaves_out_the_newest_version(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """And says nothing of it."""
+        evaluation = dc.EvaluationWorkers(num_episodes=1)
+        with loopback_collector(
+            Waits, Acts(1), frames_per_batch=T, num_workers=2, evaluation=evaluation
+        ) as collector:
+            eventually(Waits.has_begun.is_set)
+            collector.update_policy_weights_(Acts(2))
+            threading.Timer(0.1, Waits.may_end.set).start()
+        assert [record.getMessage() for record in caplog.records] == []
+
+
+class Waits(Levels):
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def step(self, action: Any) -> Any:
+        if self.name.startswith("1"):
+            self.has_begun.set()
+            assert self.may_end.wait(10)
+        return super().step(action)
+
 
 def test_an_evaluation_waits_for_a_worker_that_is_being_replaced() -> None:
     may_join, join = threading.Event(), ChurningWorkers._join

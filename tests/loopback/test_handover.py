@@ -192,6 +192,38 @@ def test_what_next_has_fetched_travels_along_if_there_is_no_other() -> None:
         settled(collector, lambda total: total.delivered == 10 * STEPS)
 
 
+def test_a_second_collector_hands_over_too() -> None:
+    """Its worker and its rollouts have the numbers of those of the first one."""
+    with make() as taker:
+        for _ in range(2):
+            with make(total_frames=4 * STEPS) as collector:
+                collector.next(SOON_S)
+                settled(collector, lambda total: total.stepped == 4 * STEPS)
+                reference = collector.hand_over(SOON_S)
+                assert reference.tensors is not None
+                assert taker.take_over(reference, SOON_S).shape == (2, STEPS)
+
+
+def test_one_is_taken_back_if_the_user_waits_no_longer(
+    collector: dc.RPCDataCollector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport = workers_of(collector).transport
+    answers, late = [], Future[Any]()
+    hand_over = transport.hand_over
+
+    def answer_late(*args: Any) -> Future[Any]:
+        answers.append(hand_over(*args))
+        return late
+
+    with monkeypatch.context() as patched:
+        patched.setattr(transport, "hand_over", answer_late)
+        with pytest.raises(dc.BatchTimeout):
+            collector.hand_over(0.2, keep_s=1e6)
+    late.set_result(answers[0].result(SOON_S))
+    settled(collector, lambda total: total.lost == {"not_taken": 2 * STEPS})
+    collector.take_over(collector.hand_over(SOON_S), SOON_S)
+
+
 def test_the_lag_and_the_shape_are_the_takers() -> None:
     policy = ShownWeight()
     with make(

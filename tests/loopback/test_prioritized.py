@@ -136,6 +136,20 @@ def test_while_frames_are_added(buffer_of: Any, limited: bool) -> None:
             assert buffer.update_tensordict_priority(late) == 0
 
 
+def test_it_is_used_as_torchrls_is() -> None:
+    """A loop samples by priority, and added frames count."""
+    buffer: Any = dc.Prioritized(torchrls(8), alpha=1.0)
+    limited = dc.RateLimited(buffer, 1.0, min_size=4, slack=1e6)
+    for number in range(4):
+        limited.add(frames(number)[0])
+    assert limited.sample().shape == (16,)
+    give(buffer, lambda number: 1e-4 + (number == 2))
+    for sample in (next(iter(limited)), buffer.next(), limited.next()):
+        assert (sample["number"] == 2).float().mean() > 0.9
+        assert sample["priority_weight"].shape == (16,)
+    assert limited[2]["number"] == buffer[2]["number"] == 2
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -143,6 +157,7 @@ def test_while_frames_are_added(buffer_of: Any, limited: bool) -> None:
         (lambda: dc.Prioritized(dc.RateLimited(torchrls(8), 1.0)), r"RateLimited\(Prioritized"),
         (lambda: dc.Prioritized(Ring(8), alpha=-1), "alpha=-1.*0 or more"),
         (lambda: dc.Prioritized(Ring(8)).sample(), "give batch_size"),
+        (lambda: dc.Prioritized(Ring(8)).update_priority([0], 1.0), "by update_tensordict_priori"),
         (lambda: dc.Prioritized(NoIndices(8)).extend(frames(0)), "returned None.* indices"),
     ],
 )

@@ -7,7 +7,7 @@ from helpers.marked import Marked
 from helpers.programs import run_python
 
 SCRIPT = """
-import logging, subprocess, sys
+import logging, subprocess, sys, time
 import gymnasium as gym
 import distcollect as dc
 
@@ -27,20 +27,25 @@ class Buffer:
         pass
 
 logging.basicConfig(level=logging.INFO)
-how = sys.argv[1]
+how, _, kind = sys.argv[1].rpartition(" ")
 if how == "background":
-    collector = dc.SyncDataCollector(Starting, frames_per_batch=8, replay_buffer=Buffer())
+    collector = getattr(dc, kind)(Starting, frames_per_batch=8, replay_buffer=Buffer())
     collector.start()
+    while not collector.frames:
+        time.sleep(0.01)
+    raise ValueError("the user's")
 else:
-    collector = getattr(dc, how)(Starting, frames_per_batch=8)
+    collector = getattr(dc, kind)(Starting, frames_per_batch=8)
     collector.next()
     collector.evaluate(1)
 """
 
 
-@pytest.mark.parametrize("how", ["SyncDataCollector", "background", "aSyncDataCollector"])
-def test_nothing_is_left(marked: Marked, how: str) -> None:
-    done = run_python("-c", SCRIPT, how, timeout_s=120)
-    assert done.returncode == 0, done.stderr
-    assert ("where the frames went" in done.stderr) == (how == "aSyncDataCollector")
+@pytest.mark.parametrize("how", ["", "background "])
+@pytest.mark.parametrize("kind", ["SyncDataCollector", "aSyncDataCollector"])
+def test_nothing_is_left(marked: Marked, how: str, kind: str) -> None:
+    done = run_python("-c", SCRIPT, how + kind, timeout_s=120)
+    assert done.returncode == bool(how), done.stderr
+    assert done.stderr.count("Traceback") == bool(how), done.stderr
+    assert ("where the frames went" in done.stderr) == (kind == "aSyncDataCollector")
     assert marked.gone(), marked.left()

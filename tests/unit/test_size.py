@@ -14,7 +14,7 @@ from helpers.paths import ROOT
 
 PACKAGE = ROOT / "distcollect"
 LONGEST_MODULE = 450
-LIMITS = {PACKAGE: 28_842, PACKAGE / "commands": 1_981, ROOT / "tests": 36_052}
+LIMITS = {PACKAGE: 28_863, PACKAGE / "commands": 1_981, ROOT / "tests": 36_112}
 LIMITS |= {PACKAGE / "net": 1_407, PACKAGE / "transport": 1_209}
 
 
