@@ -450,7 +450,8 @@ class Lifecycle(HostEvents):
             return
         process.ended_in = phase
         process.account_by = now + EXIT_TIMEOUT_S
-        self._hosts.kill(*process.key)
+        why = "" if process.failure is None else message_of(process.failure)
+        self._hosts.kill(*process.key, why)
         if process.connection is not None:
             process.connection.close()
         self._transport.disconnect(process.peer)
