@@ -190,7 +190,8 @@ class Lifecycle(HostEvents):
 
     def _start(self, worker_id: int, incarnation: int) -> None:
         try:
-            process = Process(worker_id, incarnation, identity().new_peer())
+            over_rpc = self._transport.name != TCP
+            process = Process(worker_id, incarnation, identity().new_peer(), over_rpc)
         except LaunchError as error:
             self.fail(error)
             return
