@@ -100,8 +100,8 @@ def test_a_folder_that_others_can_t_see(where: str, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        (["-p", "y", "--slurm", "partition=x"], "submit' says partition=y: use that one"),
-        (["--slurm", "cpus-per-task=3"], "submit' says cpus-per-task=1: use that one"),
+        (["-p", "y", "--slurm", "partition=x"], "submit says partition=y: use that one"),
+        (["--slurm", "cpus-per-task=3"], "submit says cpus-per-task=1: use that one"),
         (["--lr", 3], "unrecognized arguments: --lr; the options of a script stand after its name"),
     ],
 )

@@ -278,7 +278,7 @@ def _job(
             )
         if (own := parameters.get(name.replace("-", "_"))) is not None:
             raise ArgumentError(
-                f"--slurm {given}: an option of 'distcollect submit' says {name}={own}: use that one"
+                f"--slurm {given}: an option of distcollect submit says {name}={own}: use that one"
             )
         options[name] = value or True
     parameters["additional_parameters"] = options
