@@ -35,7 +35,7 @@ from distcollect.telemetry.recorder import StatsRecorder
 from distcollect.transport.worker_service import EvaluationRequest
 from distcollect.weights.push_handle import PushHandle
 
-# A buffer is filled in the background at its own pace, so the loop may well publish later.
+# Batches: a loop may well publish at every tenth only, or much later than a thread collects.
 _PATIENCE = 20
 
 
@@ -53,18 +53,18 @@ class UnpublishedChanges:
         self._before = self._versions()
         self._num_batches = 0
 
-    def batch_begins(self, patience: int) -> None:
-        """Warn, once, if more batches than ``patience`` were delivered with changed weights."""
+    def batch_begins(self) -> None:
+        """Warn, once, if many batches were delivered with changed weights."""
         if self._versions() == self._before:
             return
         self._num_batches += 1
-        if self._num_batches <= patience:
+        if self._num_batches <= _PATIENCE:
             return
         self._tensors, self._before = [], []  # it warns once
         warnings.warn(
-            "the policy's weights were changed, but its copies collect with those that they had "
-            "at the start: call collector.update_policy_weights_() after you have changed "
-            "them, or pass update_at_each_batch=True",
+            f"the policy's weights were changed, but its copies have collected {_PATIENCE} batches "
+            "with those that they had at the start: call collector.update_policy_weights_() after "
+            "you have changed them, or pass update_at_each_batch=True",
             UserWarning,
             stacklevel=users_stack_level(),
         )
@@ -334,7 +334,7 @@ class Backend(ABC):
 
     def _made(self, timeout_s: float | None) -> Batch | None:
         if (watch := self.unpublished) is not None:  # once: another thread may publish now
-            watch.batch_begins(1 if self._background is None else _PATIENCE)
+            watch.batch_begins()
         if self._trajectories is not None:
             return self._made_of_trajectories(self._trajectories, timeout_s)
         if self.is_over():

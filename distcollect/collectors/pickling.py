@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import cloudpickle
 import numpy as np
 import torch
 from torch import nn
 
+from distcollect.common.by_value import dumps
 from distcollect.engine.pickled_plan import (
     PickledPlan,
     PicklerWithout,
@@ -44,7 +45,7 @@ class EnvCopies:
         self._first = worker_id, 0  # with the incarnation
         self._is_used = False  # in this process
         try:
-            self._pickled = cloudpickle.dumps(env)
+            self._pickled = dumps(env)
         except Exception as error:
             advice = _advice(error, "pass a callable that makes one")
             raise ArgumentError(
@@ -54,7 +55,7 @@ class EnvCopies:
 
     def __call__(self, context: EnvContext) -> Any:
         """A copy of the env."""
-        env = cloudpickle.loads(self._pickled)
+        env = pickle.loads(self._pickled)
         if self._is_used or (context.worker_id, context.incarnation) != self._first:
             env.set_seed(int(np.random.SeedSequence().generate_state(1)[0]) >> 1)
         self._is_used = True
@@ -91,7 +92,7 @@ def pickled_hooks(*hooks: object) -> bytes:
         ArgumentError: one can't be pickled.
     """
     try:
-        return bytes(cloudpickle.dumps(hooks))
+        return dumps(hooks)
     except Exception as error:
         raise ArgumentError(
             f"the hook can't be sent to workers ({type(error).__name__}: {error}): use a function "
@@ -181,7 +182,7 @@ def _advice(error: Exception, usual: str) -> str:
 
 def _fails(value: object) -> bool:
     try:
-        cloudpickle.dumps(value)
+        dumps(value)
     except Exception:  # noqa: BLE001 - any failure is the answer
         return True
     return False

@@ -372,7 +372,9 @@ def table(found: Sequence[Measured]) -> str:
         rates = f"{size.bare:,.0f}", f"{size.collector:,.0f}"
         ratio = f"{statistics.median(size.ratios):.2f}"
         spread = f"{min(size.ratios):.2f} .. {max(size.ratios):.2f}"
-        rows.append([workers, str(size.envs), *rates, ratio, spread, size.bound])
+        # As the text calls it, where nothing is sent.
+        bound = "frames" if (size.workers, size.bound) == (0, "network") else size.bound
+        rows.append([workers, str(size.envs), *rates, ratio, spread, bound])
         notes.append(f"{size.workers} worker(s), {size.envs} env(s): {size.bottleneck}")
     return "\n".join([text_table(rows, left=(6,)), "", *notes])
 

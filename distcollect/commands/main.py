@@ -45,11 +45,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if given[:1] == [name]:
             module = importlib.import_module(f"distcollect.{module_name}")
             module.add_arguments(command)
-            command.set_defaults(run=module.run)
+            command.set_defaults(run=module.run, refuse=command.error)
     if not given:
         parser.print_help(sys.stderr)
         return 2
-    parsed = parser.parse_args(given)
+    parsed, unknown = parser.parse_known_args(given)
+    if unknown:
+        hint = "; the options of a script stand after its name" * ("script" in parsed)
+        parsed.refuse(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     try:
         status: int = parsed.run(parsed)
     except DistCollectError as error:

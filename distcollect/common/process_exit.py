@@ -20,8 +20,9 @@ class ProcessExit:
     stepped: int
     reason: str = ""
 
-    def __str__(self) -> str:
-        return self.reason or describe_exit(self.code)
+    def told(self, *, over_rpc: bool) -> str:
+        """It in words; ``over_rpc``: its trainer uses torch's RPC."""
+        return self.reason or describe_exit(self.code, may_use_rpc=over_rpc)
 
 
 # Torch's C++ side takes whatever comes to an RPC port for a message of its own.
@@ -31,7 +32,7 @@ STRAY_CONNECTION = (
 )
 
 
-def describe_exit(code: int) -> str:
+def describe_exit(code: int, *, may_use_rpc: bool = True) -> str:
     """Put a return code of :mod:`subprocess` in words: 'exit code 1', or 'killed by SIGKILL'."""
     if code >= 0:
         return f"exit code {code}"
@@ -39,6 +40,6 @@ def describe_exit(code: int) -> str:
         name = signal.Signals(-code).name
     except ValueError:
         return f"killed by signal {-code}"
-    if -code in (signal.SIGABRT, signal.SIGSEGV):
+    if may_use_rpc and -code in (signal.SIGABRT, signal.SIGSEGV):
         return f"killed by {name} (if no native code of yours crashed: {STRAY_CONNECTION})"
     return f"killed by {name}"

@@ -11,10 +11,10 @@ import pickle
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
-import cloudpickle
 import torch
 from torch import nn
 
+from distcollect.common.by_value import Pickler, dumps
 from distcollect.engine.plan import WorkerPlan
 from distcollect.policy.weight_layout import module_of
 
@@ -31,7 +31,7 @@ class TensorTable:
         self._tensors = list(by_id.values())  # also keeps the ids valid
         self._index_of = {each: index for index, each in enumerate(by_id)}
         # A host without this host's GPU is to unpickle them.
-        self._pickled = cloudpickle.dumps([_on_cpu(tensor) for tensor in self._tensors])
+        self._pickled = dumps([_on_cpu(tensor) for tensor in self._tensors])
 
     def pickled(self, plan: WorkerPlan) -> PickledPlan:
         """``plan``, which refers to the table where it has one of its tensors.
@@ -50,7 +50,7 @@ def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
     return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
 
 
-class PicklerWithout(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle declares no types
+class PicklerWithout(Pickler):
     """Leaves objects out for which a function gives a number."""
 
     def __init__(self, file: io.BytesIO, number_of: Callable[[object], int | None]) -> None:

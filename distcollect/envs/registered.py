@@ -9,10 +9,10 @@ import zlib
 from collections.abc import Collection
 from typing import Any
 
-import cloudpickle
 import gymnasium as gym
 from gymnasium.envs.registration import EnvSpec
 
+from distcollect.common.by_value import dumps
 from distcollect.errors import ArgumentError
 
 log = logging.getLogger(__name__)
@@ -74,4 +74,4 @@ def _pickled(spec: EnvSpec) -> bytes:
         module, _, name = str(entry_point).partition(":")
         if isinstance(entry_point, str) and module == _MAIN:
             of_main[name] = getattr(sys.modules[_MAIN], name)
-    return bytes(cloudpickle.dumps((spec, of_main)))
+    return dumps((spec, of_main))

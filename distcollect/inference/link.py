@@ -13,9 +13,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-import cloudpickle
-
 from distcollect.common import tensor_cache
+from distcollect.common.by_value import dumps
 from distcollect.common.step_counter import TASK, StepCounter, Task
 from distcollect.errors import DeadlineError
 from distcollect.inference import protocol
@@ -325,7 +324,7 @@ class RemoteConnection(Connection):
         rows = slice(request.first, request.first + request.num_rows)
         # Copied, as they are on their way for longer than this call.
         arrays = [array[rows].copy() for array in self.inputs.values()]
-        pickled = b"" if content is None else cloudpickle.dumps(content)
+        pickled = b"" if content is None else dumps(content)
         try:
             self._peer.send_packet(Packet(0, packing.pack((request, pickled, arrays))))
         except OSError:

@@ -34,10 +34,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import cloudpickle
 import numpy as np
 import torch
 
+from distcollect.common.by_value import Pickler
 from distcollect.common.memory_segment import memory_file
 from distcollect.policy.recurrent import IS_INIT
 from distcollect.policy.weight_layout import WeightLayout
@@ -246,7 +246,7 @@ def unpacked(fd: int) -> Any:
 def _packed(content: object) -> int:
     fd = memory_file("distcollect-message")
     with open(fd, "wb", closefd=False) as file:
-        cloudpickle.dump(content, file)
+        Pickler(file).dump(content)
     return fd
 
 

@@ -171,7 +171,8 @@ def _serve(
                 processes.spawn(message, trainer, placement)
             elif isinstance(message, Kill):
                 name = slot_name(message.worker_id)
-                log.warning("%s is ended by the trainer, whose log says why", name)
+                if message.why:
+                    log.warning("%s is ended by the trainer: %s", name, message.why)
                 processes.kill(message.worker_id, message.incarnation)
             elif isinstance(message, Goodbye):
                 goodbye = message

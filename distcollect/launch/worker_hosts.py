@@ -387,11 +387,11 @@ class WorkerHosts(JoinServerEvents):
         placement = self._placements[0 if is_server(worker_id) else worker_id]
         self._local.spawn(wanted, self._trainer, placement, control)
 
-    def kill(self, worker_id: int, incarnation: int) -> None:
-        """End a process at once; do nothing if it has ended."""
+    def kill(self, worker_id: int, incarnation: int, why: str = "") -> None:
+        """End a process at once; do nothing if it has ended. Its host logs ``why``."""
         for supervisor in list(self._supervisors.values()):
             if (worker_id, incarnation) in supervisor.running:
-                supervisor.connection.send(Kill(worker_id, incarnation))
+                supervisor.connection.send(Kill(worker_id, incarnation, why))
         if self._local is not None:
             self._local.kill(worker_id, incarnation)
 
@@ -406,7 +406,7 @@ class WorkerHosts(JoinServerEvents):
                 for worker_id, incarnation in supervisor.running:
                     name = slot_name(worker_id)
                     log.warning("%s did not end within %g s: killing it", name, grace_s)
-                    self.kill(worker_id, incarnation)
+                    self.kill(worker_id, incarnation, f"it did not end within {grace_s:g} s")
             self._await_ends(grace_s)
 
     def _await_ends(self, timeout_s: float) -> bool:

@@ -317,6 +317,8 @@ def _start(inheritance: Inheritance, fd: int) -> subprocess.Popen[bytes]:
     with open_files.output_streams() as (_, stderr):
         return subprocess.Popen(
             [sys.executable, *isolated, "-c", code],
+            # In a folder that was removed, oneMKL ends the process.
+            cwd=None if inheritance.folder else "/",
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=stderr,

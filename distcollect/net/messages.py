@@ -228,10 +228,17 @@ class Spawn(Message):
 
 @dataclass(frozen=True)
 class Kill(Message):
-    """The supervisor is to end a worker process at once."""
+    """The supervisor is to end a worker process at once.
+
+    Attributes:
+        worker_id: its slot.
+        incarnation: its number in this slot, counted from 0.
+        why: what to log; "": nothing, as the process ends by itself.
+    """
 
     worker_id: int
     incarnation: int
+    why: str = ""
 
 
 @dataclass(frozen=True)

@@ -214,6 +214,9 @@ def _copied(value: Any, *, deep: bool) -> Any:
     return value.clone() if deep else value
 
 
+_NOT_FINITE = " with NaN or infinity in it"
+
+
 def raised(error: BaseException, given: Iterable[tuple[Any, Any]]) -> PolicyError:
     """Return the error for a policy that raised, which says what the policy was given.
 
@@ -223,10 +226,13 @@ def raised(error: BaseException, given: Iterable[tuple[Any, Any]]) -> PolicyErro
     """
     entries = ", ".join(
         f"{'.'.join(as_key(key))!r} {list(value.shape)} {dtype_name(value.dtype)}"
+        + _NOT_FINITE * (not value.isfinite().all())
         for key, value in given
         if isinstance(value, torch.Tensor)
     )
     said = f"the policy raised {type(error).__name__}: {error} (it was given {entries})"
+    if _NOT_FINITE in entries:
+        said += "; in an observation, these come from the env"
     if isinstance(error, KeyError):
         return PolicyKeyError(f"{said}: its in_keys must be among these")
     return PolicyError(said)

@@ -189,7 +189,8 @@ class Lifecycle(HostEvents):
 
     def _start(self, worker_id: int, incarnation: int) -> None:
         try:
-            process = Process(worker_id, incarnation, identity().new_peer())
+            over_rpc = self._transport.name != TCP
+            process = Process(worker_id, incarnation, identity().new_peer(), over_rpc)
         except LaunchError as error:
             self.fail(error)
             return
@@ -450,7 +451,8 @@ class Lifecycle(HostEvents):
             return
         process.ended_in = phase
         process.account_by = now + EXIT_TIMEOUT_S
-        self._hosts.kill(*process.key)
+        why = "" if process.failure is None else message_of(process.failure)
+        self._hosts.kill(*process.key, why)
         if process.connection is not None:
             process.connection.close()
         self._transport.disconnect(process.peer)

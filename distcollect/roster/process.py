@@ -23,6 +23,7 @@ class Process:
         worker_id: its slot.
         incarnation: its number in this slot, counted from 0.
         peer: its id for the transport.
+        over_rpc: that is torch's RPC.
         connection: its control connection; None before it has joined.
         info: what it found when it tried out its envs and policy; None before.
         failure: what went wrong; None: only ``exit`` is known.
@@ -36,6 +37,7 @@ class Process:
     worker_id: int
     incarnation: int
     peer: int
+    over_rpc: bool
     connection: Connection | None = None
     info: WorkerInfo | None = None
     failure: DistCollectError | None = None
@@ -74,10 +76,11 @@ class Process:
             message = "its connection to the trainer broke off"
         elif self.exit.reason:
             message = self.exit.reason
-        elif self.ended_in is WorkerPhase.STARTED:
-            message = f"its process ended before it had joined: {self.exit}; see its own output"
         else:
-            message = f"its process ended: {self.exit}"
+            when, told = "", self.exit.told(over_rpc=self.over_rpc)
+            if self.ended_in is WorkerPhase.STARTED:
+                when, told = " before it had joined", f"{told}; see its own output"
+            message = f"its process ended{when}: {told}"
         return WorkerLost(message + self.where, worker_id=self.worker_id)
 
     def overdue(self, phase: WorkerPhase, reason: str, start_timeout_s: float) -> DistCollectError:

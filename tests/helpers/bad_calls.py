@@ -446,6 +446,15 @@ RUNNING: list[Row] = [
         r"RuntimeError: mat1 .*1x4 and 3x2",
         r"it was given 'observation' \[1, 4\] float32",
     ),
+    (
+        lambda: sync(
+            create_env_fn=spaced(seen=np.full(3, np.nan, np.float32)),
+            policy=lambda observation: torch.distributions.Normal(observation[:, :1], 1.0),
+        ),
+        POLICY,
+        r"given 'observation' \[1, 3\] float32 with NaN or infinity in it\)",
+        "these come from the env",
+    ),
     (lambda: sync(policy=acts(0, 1.0)), POLICY, "dtype float32, but", r"to\(torch\.int64\)"),
     *(
         (

@@ -457,7 +457,7 @@ class TestChangesThatWereNotPublished:
     def warnings_of(recorded: pytest.WarningsRecorder) -> list[str]:
         return [str(each.message) for each in recorded if "update_policy_weights_" in str(each)]
 
-    @pytest.mark.parametrize("publish", ["never", "first", "last", "at each batch"])
+    @pytest.mark.parametrize("publish", ["never", "first", "last", "at the tenth", "at each batch"])
     def test_warns_once(self, publish: str, recwarn: pytest.WarningsRecorder) -> None:
         module = Shown()
         collector = dc.MultiSyncDataCollector(
@@ -465,7 +465,7 @@ class TestChangesThatWereNotPublished:
             module,
             num_workers=1,
             frames_per_batch=4,
-            total_frames=24,
+            total_frames=100,
             update_at_each_batch=publish == "at each batch",
         )
         with collector:
@@ -473,14 +473,14 @@ class TestChangesThatWereNotPublished:
                 if publish == "first":
                     collector.update_policy_weights_(module)
                 fill(module, seed)
-                if publish == "last":
+                if publish == "last" or (publish == "at the tenth" and seed == 9):
                     collector.update_policy_weights_(module)
         assert len(self.warnings_of(recwarn)) == (publish == "never")
 
     def test_not_where_the_policy_is_shared(self, recwarn: pytest.WarningsRecorder) -> None:
         module = Shown()
         with dc.SyncDataCollector(
-            PayingEnv, module, frames_per_batch=4, total_frames=24
+            PayingEnv, module, frames_per_batch=4, total_frames=100
         ) as collector:
             for seed, _ in enumerate(collector):
                 fill(module, seed)

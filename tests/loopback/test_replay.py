@@ -91,7 +91,7 @@ def test_a_resumed_run_does_not_repeat_its_episodes_in_the_background() -> None:
 
 def test_weights_are_published_just_as_a_batch_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread publishes, so that nobody looks for changes of the weights any more."""
-    watched = iter([SimpleNamespace(batch_begins=lambda patience: None)])
+    watched = iter([SimpleNamespace(batch_begins=lambda: None)])
     with sync(None) as collector:
         seen = property(lambda _: next(watched, None))
         monkeypatch.setattr(type(backend_of(collector)), "unpublished", seen)

@@ -39,6 +39,22 @@ class Constant(gym.ObservationWrapper):
 def make_late(value):
     return Constant(gym.make("CartPole-v1"), value)
 """
+CACHED = """
+import functools
+import gymnasium as gym
+
+class Table(gym.ObservationWrapper):
+    @functools.lru_cache(maxsize=3, typed=True)
+    def value(self, of):
+        return of and 1 + self.value(of - 1)
+    def observation(self, observation):
+        assert Table.value.cache_parameters() == {"maxsize": 3, "typed": True}
+        return observation * 0 + self.value(7)
+
+@functools.cache
+def make():
+    return Table(gym.make("CartPole-v1"))
+"""
 
 
 def _in_main(source: str) -> Any:
@@ -46,6 +62,15 @@ def _in_main(source: str) -> Any:
     module = types.ModuleType("__main__")
     exec(source, module.__dict__)
     return module
+
+
+def test_functions_of_a_script_that_keep_their_results_travel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    main = _in_main(CACHED)
+    monkeypatch.setitem(sys.modules, "__main__", main)  # where a name would be looked up
+    with dc.MultiSyncDataCollector(main.make, frames_per_batch=8, num_workers=1) as collector:
+        assert (collector.next()["observation"] == 7).all()
 
 
 def test_code_travels() -> None:

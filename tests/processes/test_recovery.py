@@ -387,6 +387,7 @@ def test_a_worker_joins_a_running_trainer_and_leaves_with_it(
     said = [process.communicate()[0] for process in (joined, again)]
     assert all(f"joined the trainer at {address}" in text for text in said)
     assert "the trainer needs this worker no more" in said[1]
+    assert "is ended by the trainer" not in said[0] + said[1]
     assert set(balances(collector, checker)) <= {"shut_down", "worker_lost"}
     assert marked.gone(END_S), marked.left()
 

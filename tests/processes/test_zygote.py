@@ -121,6 +121,17 @@ def test_a_replacement_has_the_folder_and_path_of_the_time_when_its_collector_wa
     assert str(tmp_path) not in after["path"]
 
 
+def test_a_script_whose_working_folder_was_removed_has_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as in no other test: the zygote is a new one
+    with dc.MultiSyncDataCollector("CartPole-v1", frames_per_batch=8, num_workers=1) as collector:
+        assert collector.next().numel() == 8
+
+
 def test_a_killed_zygote_costs_its_workers_and_no_frame(marked: Marked) -> None:
     with collect() as collector:
         collector.next()

@@ -16,7 +16,7 @@ from benchmarks.windows import NotEnough, frames_per_s
 from gymnasium import spaces
 from tensordict import TensorDictBase
 
-from distcollect.commands.bench import BareLoop
+from distcollect.commands.bench import BareLoop, Measured, table
 
 
 class Counted(gym.Env[Any, Any]):
@@ -50,6 +50,14 @@ def by_entry(turn: torch.Tensor, at: torch.Tensor) -> Any:
 
 def by_tensordict(td: TensorDictBase) -> TensorDictBase:
     return td.set("action", {"0": td["turn"], "1": td["at"]})
+
+
+def test_a_collector_without_workers_is_not_bound_by_a_network() -> None:
+    rates = {"envs": 1, "steps": 8, "bare": 2.0, "collector": 1.0, "ratios": [0.5]}
+    sizes = [Measured(workers, **rates, bound="network", bottleneck="") for workers in (0, 2)]
+    _, in_process, apart, *_ = table(sizes).splitlines()
+    assert in_process.endswith(" frames")
+    assert apart.endswith(" network")
 
 
 @pytest.mark.parametrize("policy", [by_entry, by_tensordict])

@@ -25,7 +25,7 @@ def sbatch_files(
 
     def make(num_jobs: int, **given: Any) -> tuple[str, str]:
         folder = tmp_path / "run"
-        options = ["--dry-run", "--run-folder", str(folder)]
+        options = ["--dry-run", "--trust-folder", "--run-folder", str(folder)]
         decorate = dc.submitit_delayed_launcher(num_jobs, submit_options=options, **given)
         assert decorate(lambda: None)() is None
         assert not folder.exists()

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 import distcollect
-from distcollect.common.process_exit import describe_exit
+from distcollect.common.process_exit import ProcessExit, describe_exit
+from distcollect.roster.process import Process
 
 
 @pytest.mark.parametrize(
@@ -28,3 +29,5 @@ def test_a_stray_connection_is_named_as_a_likely_cause(number: signal.Signals) -
     page = (Path(distcollect.__file__).parent / "docs" / "security.md").read_text()
     [title] = re.findall('"(.*)" on the page Security', text)
     assert f"\n## {title}\n" in page
+    ended = Process(0, 0, 1, over_rpc=False, exit=ProcessExit(-number, 0))
+    assert str(ended.death).endswith(f"its process ended: killed by {number.name}")

@@ -36,7 +36,9 @@ def test_waiting_reminds_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_report_says_who_is_awaited_for_what_and_how_long() -> None:
     phases = [WorkerPhase.READY, WorkerPhase.PROBING, WorkerPhase.STARTED, WorkerPhase.PAUSED]
-    processes = {worker_id: Process(worker_id, 0, 10 + worker_id) for worker_id in range(3)}
+    processes = {
+        worker_id: Process(worker_id, 0, 10 + worker_id, over_rpc=True) for worker_id in range(3)
+    }
     assert start_report(phases, processes, 20.04, 180.0) == (
         "1 of 4 workers are ready after 20 s; waiting up to 180 s in all for worker 1, which makes "
         "its envs and policy and tries them; worker 2, which has to join; worker 3, which has not "

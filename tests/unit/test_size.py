@@ -14,8 +14,8 @@ from helpers.paths import ROOT
 
 PACKAGE = ROOT / "distcollect"
 LONGEST_MODULE = 450
-LIMITS = {PACKAGE: 28_863, PACKAGE / "commands": 1_981, ROOT / "tests": 36_112}
-LIMITS |= {PACKAGE / "net": 1_407, PACKAGE / "transport": 1_209}
+LIMITS = {PACKAGE: 28_911, PACKAGE / "commands": 1_985, ROOT / "tests": 36_184}
+LIMITS |= {PACKAGE / "net": 1_408, PACKAGE / "transport": 1_209}
 
 
 def code_lines(path: Path) -> int:

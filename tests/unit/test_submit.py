@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import stat
 from pathlib import Path
 
 import pytest
+from helpers.command_line import status_of
 from helpers.paths import SCRIPTS
 
 import distcollect as dc
@@ -29,7 +31,7 @@ def run(tmp_path: Path) -> RunFolder:
 
 
 def dry(*options: object) -> list[str]:
-    return [str(word) for word in ("submit", "--dry-run", *options)]
+    return [str(word) for word in ("submit", "--dry-run", "--trust-folder", *options)]
 
 
 def test_dry_run_prints_the_sbatch_files(
@@ -93,6 +95,29 @@ def test_a_folder_that_others_can_t_see(where: str, capsys: pytest.CaptureFixtur
     assert f"{where} is in {Path(where).parent}, of which each host has its own" in said
     assert "--trust-folder" in said
     assert not Path(where).exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["-p", "y", "--slurm", "partition=x"], "submit says partition=y: use that one"),
+        (["--slurm", "cpus-per-task=3"], "submit says cpus-per-task=1: use that one"),
+        (["--lr", 3], "unrecognized arguments: --lr; the options of a script stand after its name"),
+    ],
+)
+def test_options_that_a_job_can_t_have(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[object], complaint: str
+) -> None:
+    assert status_of(shlex.join(dry("--run-folder", tmp_path / "run", *options, SCRIPT))) == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_a_dry_run_says_what_the_real_one_would(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["submit", "--dry-run", "--run-folder", "/tmp/run", str(SCRIPT)]) == 2
+    assert main(dry("--run-folder", tmp_path / "run", SCRIPT)) == 0
+    assert "only workers are those that it starts itself" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -22,11 +22,11 @@ def test_the_first_failure_counts_and_who_stops_begins_no_more() -> None:
 
 
 def test_the_error_of_a_death_says_how_far_the_process_was() -> None:
-    early = Process(3, 0, 1)
+    early = Process(3, 0, 1, over_rpc=True)
     early.exit = ProcessExit(-9, 0)
     early.ended_in = WorkerPhase.STARTED
     assert "before it had joined: killed by SIGKILL" in str(early.death(left=False))
-    late = Process(3, 0, 1)
+    late = Process(3, 0, 1, over_rpc=True)
     overdue = late.overdue(WorkerPhase.PROBING, "", 7.0)
     assert isinstance(overdue, DeadlineError)
     assert "did not make and reset its envs within 7 s" in str(overdue)

@@ -126,8 +126,10 @@ def run(given: argparse.Namespace) -> int:
     jobs = [_job(given, folder, settings, command, trains=True)]
     if given.worker_jobs:
         jobs.append(_worker_job(given, folder, settings))
-    if not given.dry_run:
-        check_folder(folder.path, trusted=given.trust_folder)
+    check_folder(folder.path, trusted=given.trust_folder)
+    if settings["num_tasks"] == 1 and not given.worker_jobs:
+        print("the script's only workers are those that it starts itself, as by num_workers=4: for "
+            "others, add --tasks-per-node N or --worker-jobs N", file=sys.stderr)  # fmt: skip
     return _submit(given, jobs, saved)
 
 
@@ -246,15 +248,6 @@ def _job(
     *,
     trains: bool,
 ) -> Job:
-    # A host or a task that fails must not end the others.
-    options: dict[str, str | bool] = {"requeue": True, "no-kill": True}
-    for given in wanted.slurm or ():
-        option, _, value = given.partition("=")
-        if not option.strip("-"):
-            raise ArgumentError(
-                f"--slurm {given!r}: must be NAME or NAME=VALUE, an option of sbatch"
-            )
-        options[option.lstrip("-")] = value or True
     parameters = {
         "job_name": settings["name"] if trains else f"{settings['name']}-workers",
         "nodes": wanted.nodes,
@@ -268,7 +261,6 @@ def _job(
         "qos": wanted.qos,
         "setup": wanted.setup,
         "signal_delay_s": settings["notice_s"],
-        "additional_parameters": options,
         # From SLURM 22.05 on, srun doesn't inherit sbatch's number of CPUs.
         "srun_args": [
             *("--kill-on-bad-exit=0", "--wait=0", "--no-kill", "--open-mode=append"),
@@ -276,6 +268,20 @@ def _job(
         ],
         "wckey": None,
     }
+    # A host or a task that fails must not end the others.
+    options: dict[str, str | bool] = {"requeue": True, "no-kill": True}
+    for given in wanted.slurm or ():
+        option, _, value = given.partition("=")
+        if not (name := option.lstrip("-")):
+            raise ArgumentError(
+                f"--slurm {given!r}: must be NAME or NAME=VALUE, an option of sbatch"
+            )
+        if (own := parameters.get(name.replace("-", "_"))) is not None:
+            raise ArgumentError(
+                f"--slurm {given}: an option of distcollect submit says {name}={own}: use that one"
+            )
+        options[name] = value or True
+    parameters["additional_parameters"] = options
     count = 1 if trains else wanted.worker_jobs
     return Job(folder, settings, trains, command, parameters, count)
 
