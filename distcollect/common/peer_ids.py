@@ -61,8 +61,7 @@ class Identity:
         self.next_peer = trainer + num_trainers
         self.first_traj_id = 0
         self._num_earlier = 0  # ids that were given out before the open collectors
-        # The blocks of the open collectors that step their envs in this process, and this process's
-        # own one if a worker has it.
+        # The blocks of the open collectors that step their envs in this process.
         self._own: WeakKeyDictionary[Iterator[int], int] = WeakKeyDictionary()
         self._beside: list[int] = []  # ids whose blocks are for collectors beside another one
         self._lock = threading.Lock()
@@ -91,23 +90,16 @@ class Identity:
         self.next_peer += self.num_trainers
         return peer
 
-    def restart_traj_ids(self) -> object:
+    def restart_traj_ids(self) -> None:
         """Give the workers that are started from now on the same trajectory ids as the first ones.
 
         So equal seeds give equal batches. To be called when a collector is opened, while no other
         one has workers. Does nothing while an id stands for a collector without workers.
-
-        Returns:
-            What keeps this process's own block for the first of these workers, as long as it is
-            referred to; None: a collector without workers has the block.
         """
         with self._lock:
-            taken = {*self._own.values()}
-            if not taken <= {self.trainer}:
-                return None
-            self._num_earlier = self.next_peer - self.trainer - self.num_trainers * len(taken)
-            self._beside.clear()
-            return None if taken else self._taken(self.trainer, self.first_traj_id)
+            if all(peer == self.trainer for peer in self._own.values()):
+                self._num_earlier = self.next_peer - self.trainer - self.num_trainers
+                self._beside.clear()
 
     @property
     def workers_first_traj_id(self) -> int:
@@ -137,11 +129,8 @@ class Identity:
                 if not free:
                     self._beside.append(self._new_peer())
                 peer, first = (free or self._beside[-1:])[0], self.workers_first_traj_id
-            return self._taken(peer, first)
-
-    def _taken(self, peer: int, first: int) -> Iterator[int]:
-        ids = traj_ids_of(peer, first)
-        self._own[ids] = peer
+            ids = traj_ids_of(peer, first)
+            self._own[ids] = peer
         return ids
 
     def free_traj_ids(self, ids: Iterator[int]) -> None:

@@ -32,16 +32,17 @@ log = logging.getLogger(__name__)
 # Hundreds of workers are pinged at hundreds of instants; handled together they cost less.
 _CHECK_PERIOD_S = 0.05
 
-_open_numbers: dict[int, object] = {}  # of collectors, each with what keeps its trajectory ids
+_open_numbers: set[int] = set()  # of collectors
 _numbering = threading.Lock()
 
 
 def _number() -> int:
     """The lowest number, from 1, that no open collector has."""
     with _numbering:
-        kept = None if _open_numbers else identity().restart_traj_ids()
+        if not _open_numbers:
+            identity().restart_traj_ids()
         number = next(i for i in itertools.count(1) if i not in _open_numbers)
-        _open_numbers[number] = kept
+        _open_numbers.add(number)
         return number
 
 
@@ -98,7 +99,7 @@ class Workers:
         self._thread = threading.Thread(target=self._run, name="distcollect-workers", daemon=True)
         self._number = _number()
         with contextlib.ExitStack() as on_error:
-            on_error.callback(_open_numbers.pop, self._number, None)
+            on_error.callback(_open_numbers.discard, self._number)
             self._hosts = open_hosts(
                 num_workers,
                 listen,
@@ -297,7 +298,7 @@ class Workers:
             self.transport.close,  # again: an exception may have ended the first one early
             # The hosts can serve another collector now.
             self._hosts.detach,
-            partial(_open_numbers.pop, self._number, None),
+            partial(_open_numbers.discard, self._number),
         ]
         stack = contextlib.ExitStack()
         for step in reversed(steps):

@@ -171,15 +171,6 @@ def test_a_context_of_torchrl_selects_the_collector() -> None:
         dc.Collector(make_env, **settings)
 
 
-def test_one_worker_gives_trajectories_the_ids_that_they_have_without_workers() -> None:
-    ids = []
-    for kind in (dc.Collector, dc.AsyncCollector, dc.MultiSyncCollector, dc.Collector):
-        with kind([make_env], frames_per_batch=60) as collector:
-            collector.set_seed(1)
-            ids.append(collector.next()["collector", "traj_ids"].flatten())
-    assert all(torch.equal(each, ids[0]) for each in ids)
-
-
 @pytest.mark.filterwarnings("ignore:Profiler won't be using warmup")
 @pytest.mark.parametrize(  # 9: it is disabled before
     ("kind", "num_rollouts"), [(dc.Collector, 3), (dc.Collector, 9), (dc.MultiSyncCollector, 9)]

@@ -57,11 +57,11 @@ def test_who_has_weights_that_are_too_old_is_named_and_with_pace_not_asked(mode:
     assert {*play.take_asked()} == ({0} if paces else {0, 1})
     play.lose(0, replaced=False)
     assert play.take_asked() == []
-    assert play.core.awaited.startswith("newer weights for workers [1] (theirs are older than ")
+    assert play.core.awaited[0].startswith("newer weights for workers [1] (theirs are older than ")
     play.publish(41, [1])
     play.acknowledge(1, 41)
     assert play.take_asked() == ([1] if paces else [])
-    assert play.core.awaited == "workers [1]"
+    assert play.core.awaited[0] == "workers [1]"
 
 
 def test_where_a_batch_needs_fewer_workers_than_there_are_each_gets_its_turn() -> None:

@@ -14,7 +14,7 @@ from helpers.paths import ROOT
 
 PACKAGE = ROOT / "distcollect"
 LONGEST_MODULE = 450
-LIMITS = {PACKAGE: 28_911, PACKAGE / "commands": 1_985, ROOT / "tests": 36_184}
+LIMITS = {PACKAGE: 28_907, PACKAGE / "commands": 1_985, ROOT / "tests": 36_170}
 LIMITS |= {PACKAGE / "net": 1_408, PACKAGE / "transport": 1_209}
 
 
