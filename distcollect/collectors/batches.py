@@ -62,8 +62,8 @@ class UnpublishedChanges:
         self._tensors, self._before = [], []  # it warns once
         warnings.warn(
             "the policy's weights were changed, but its copies collect with those that they had "
-            "at the start: call collector.update_policy_weights_() after you have changed "
-            "them, or pass update_at_each_batch=True",
+            "at the start: call collector.update_policy_weights_() after you have changed them"
+            + (", or pass update_at_each_batch=True" if patience < _PATIENCE else ""),
             UserWarning,
             stacklevel=users_stack_level(),
         )

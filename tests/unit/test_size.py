@@ -14,7 +14,7 @@ from helpers.paths import ROOT
 
 PACKAGE = ROOT / "distcollect"
 LONGEST_MODULE = 450
-LIMITS = {PACKAGE: 28_636, PACKAGE / "commands": 1_981, ROOT / "tests": 35_824}
+LIMITS = {PACKAGE: 28_641, PACKAGE / "commands": 1_981, ROOT / "tests": 35_831}
 LIMITS |= {PACKAGE / "net": 1_402, PACKAGE / "transport": 1_202}
 
 
