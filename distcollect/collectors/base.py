@@ -285,6 +285,7 @@ class DataCollectorBase(ABC):
         Raises:
             CollectorStateError: there is no ``replay_buffer``, it was started already, another
                 thread waits for a batch, or its class overrides :meth:`next`.
+            ArgumentError: it has ``update_at_each_batch``.
         """
         self._check_open()
         buffer = self._options.replay_buffer
@@ -296,6 +297,11 @@ class DataCollectorBase(ABC):
             raise CollectorStateError(
                 f"start(): {type(self).__name__} has a next() of its own, which is not called in "
                 "the background: iterate over the collector, or pass postproc= instead"
+            )
+        if getattr(self._options, "update_at_each_batch", False):
+            raise ArgumentError(
+                "start() and update_at_each_batch=True: the weights would be copied while you "
+                "change them; leave it out and call update_policy_weights_() between two changes"
             )
         if self._background is not None:
             raise CollectorStateError(

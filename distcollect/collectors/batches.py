@@ -64,7 +64,7 @@ class UnpublishedChanges:
         warnings.warn(
             f"the policy's weights were changed, but its copies have collected {_PATIENCE} batches "
             "with those that they had at the start: call collector.update_policy_weights_() after "
-            "you have changed them, or pass update_at_each_batch=True",
+            "you have changed them, or pass update_at_each_batch=True, if you don't call start()",
             UserWarning,
             stacklevel=users_stack_level(),
         )

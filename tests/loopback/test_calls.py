@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import gymnasium as gym
 import pytest
+import torch
 from helpers.churning_workers import ChurningWorkers, churning_collector
 from helpers.levels_env import Acts, Levels, T, check_random_numbers
 from helpers.loopback_pool import loopback_collector, workers_of
 from helpers.waiting import eventually
+from torch import nn
 
 import distcollect as dc
 
@@ -104,6 +107,14 @@ class TestEvaluate:
             newest = collector.stats().evaluation
         assert (newest.count, newest.mean_return, newest.mean_length) == (1, 5.0, 5.0)
 
+    @pytest.mark.parametrize("make", [sync, partial(pooled, sync=True, num_workers=1)])
+    def test_buffers_that_the_policy_changes_stay_as_they_were(self, make: Any) -> None:
+        with make(Levels, Counts()) as collector:
+            before, _, after = collector.next(), collector.evaluate(4), collector.next()
+        for name in ("in_place", "anew"):
+            first, last = int(before[name][0, 0]), int(after[name][0, -1])
+            assert last == first + 2 * T - 1, name
+
     @pytest.mark.parametrize("kind", [dc.SyncDataCollector])
     def test_random_numbers(self, kind: Any) -> None:
         check_random_numbers(kind)
@@ -114,6 +125,22 @@ class TestEvaluate:
             pytest.raises(dc.DeadlineError, match="not over, the longest after"),
         ):
             collector.evaluate(1, timeout_s=0.2)
+
+
+class Counts(nn.Module):
+    """Writes how often it was called before, by buffers of two kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("in_place", torch.zeros(1))
+        self.register_buffer("anew", torch.zeros(1), persistent=False)
+
+    def forward(self, observation: torch.Tensor) -> Any:
+        n = len(observation)
+        told = {name: buffer.expand(n).clone() for name, buffer in self.named_buffers()}
+        self.in_place += 1
+        self.anew = self.anew + 1
+        return torch.zeros(n, dtype=torch.int64), told
 
 
 class Endless(Levels):

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import waiting
+from helpers.bad_calls import Extends
 from helpers.churning_workers import churning_collector
 from helpers.envs import ProcessIdEnv
 from helpers.loopback_pool import loopback_collector, workers_of
@@ -161,6 +162,13 @@ class TestToWhom:
         assert collector.policy_version == 1
         assert updater.newest == dict.fromkeys(batch["collector", "worker_id"][:, 0].tolist(), 1)
         waiting.eventually(lambda: told(collector.next())["wide"] == 1, 20)
+
+    def test_not_by_itself_in_the_background(self, collect: Collect) -> None:
+        """There it would copy weights that an optimiser is changing."""
+        collector = collect(update_at_each_batch=True, replay_buffer=Extends())
+        with pytest.raises(dc.ArgumentError, match=r"update_at_each_batch.* update_policy_wei"):
+            collector.start()
+        collector.next()
 
     def test_by_itself_also_to_those_who_lag(self) -> None:
         """One worker is so slow that it delivers no batch during the test."""
