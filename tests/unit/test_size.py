@@ -14,7 +14,7 @@ from helpers.paths import ROOT
 
 PACKAGE = ROOT / "distcollect"
 LONGEST_MODULE = 450
-LIMITS = {PACKAGE: 28_681, PACKAGE / "commands": 1_985, ROOT / "tests": 35_812}
+LIMITS = {PACKAGE: 28_685, PACKAGE / "commands": 1_985, ROOT / "tests": 35_829}
 LIMITS |= {PACKAGE / "net": 1_402, PACKAGE / "transport": 1_202}
 
 
