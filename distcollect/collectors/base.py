@@ -451,6 +451,14 @@ class DataCollectorBase(ABC):
         return self._backend.lag
 
     @property
+    def rests(self) -> frozenset[int]:
+        """The ids of trajectories in the last batch that are the rest of an episode.
+
+        What came before was dropped: by a native vector env, or with a whole rollout.
+        """
+        return frozenset(self._backend.rests)
+
+    @property
     def policy_age(self) -> LagStats | None:
         """How many newer versions there were, for whichever workers, when it was delivered.
 

@@ -123,6 +123,7 @@ class Backend(ABC):
         resumed_frames: those of the run that was resumed.
         batches: batches collected.
         last_workers: ids of the workers whose frames are in the last batch; empty: there is none.
+        rests: ids of the trajectories in the last rollouts whose beginning is missing.
         lag: the lags of the last batch.
         age: its ages.
         statistics: those that normalise batches; None: nothing does.
@@ -147,7 +148,7 @@ class Backend(ABC):
         self._options = options
         self._format = BatchFormat(options)
         self._gaps = Gaps()
-        self._rests: set[int] = set()  # ids in the last batch, of trajectories without a beginning
+        self.rests: set[int] = set()
         self._stats_recorder = stats_recorder
         self._waiting: Batch | None = None  # that the replay buffer did not take
         self._adding: Batch | None = None  # the one that is added to the replay buffer now
@@ -361,7 +362,7 @@ class Backend(ABC):
     def _shaped(self, batch: Batch) -> TensorDict:
         """Return the frames of a new batch in its shape, and normalised."""
         assert batch.frames is not None
-        self._rests = self._gaps.take(batch.frames, batch.headers, self.layout.num_envs)
+        self.rests = self._gaps.take(batch.frames, batch.headers, self.layout.num_envs)
         if self.statistics is not None:
             self.statistics.take(batch.frames, batch.headers)
         return self._format.shaped(batch.frames, self.layout)
@@ -426,7 +427,7 @@ class Backend(ABC):
                     raise
                 raise trajectories.too_few(limit_s) from error
             num_before = trajectories.num_whole
-            trajectories.add(self._shaped(batch), batch.headers, self._rests)
+            trajectories.add(self._shaped(batch), batch.headers, self.rests)
             self._settle(batch, None)
             # With resets in between, a trajectory that one rollout lacks comes in no later one.
             more = trajectories.num_whole > num_before

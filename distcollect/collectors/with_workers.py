@@ -191,6 +191,7 @@ class WithWorkers(Backend):
             num_rollouts=options.rollouts_per_batch,
             num_envs=num_envs,
             num_steps=self._num_steps,
+            skew=self.layout.skew,
             random_frames=options.random_frames,
             num_frames=None if self.total_frames == -1 else self.total_frames,
             waits_for_missing=options.fault_limits.missing_share == "replacement",

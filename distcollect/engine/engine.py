@@ -194,6 +194,9 @@ def _layout(envs: EnvBatch, policy: Policy, normalizer: Normalizer | None) -> La
         policy.extras,
         envs.outcome_leaves,
         normalized=() if normalizer is None else normalizer.leaves,
+        # Each row makes a frame in every second step at least; or is a rollout ahead before it
+        # waits, and then as many frames may come of those that can't.
+        skew=1 if envs.is_aligned else 2 if envs.num_ready == envs.num_envs else 3,
     )
 
 

@@ -56,7 +56,7 @@ class MinariTarget:
             ) from error
         try:
             parse_dataset_id(self.dataset_id)
-        except ValueError as error:
+        except (ValueError, TypeError) as error:  # TypeError: it has no version
             raise ArgumentError(
                 f"--minari {self.dataset_id}: no name of a Minari data set; name it as "
                 "NAMESPACE/NAME-vNUMBER, for example cartpole/random-v0"
@@ -76,7 +76,13 @@ class MinariTarget:
                     )
 
     def write(
-        self, folder: Path, num_frames: int, env: gym.Env[Any, Any], settings: Mapping[str, Any]
+        self,
+        folder: Path,
+        num_frames: int,
+        env: gym.Env[Any, Any],
+        settings: Mapping[str, Any],
+        *,
+        rests: Sequence[int] = (),
     ) -> tuple[int, int]:
         """Make the data set.
 
@@ -85,6 +91,7 @@ class MinariTarget:
             num_frames: number of frames in it.
             env: an env of the kind that the frames are from.
             settings: how the frames were collected; kept in the data set's metadata.
+            rests: the ids of trajectories that are the rest of an episode.
 
         Returns:
             The number of episodes, and the number of frames in them.
@@ -95,7 +102,7 @@ class MinariTarget:
         import minari  # noqa: PLC0415
 
         frames = TensorDict.load_memmap(folder)[:num_frames]
-        whole = list(_whole_episodes(frames))
+        whole = list(_whole_episodes(frames, rests))
         if not whole:
             raise ArgumentError(
                 f"--minari {self.dataset_id}: no episode of the {num_frames:,} frames in {folder} "
@@ -125,10 +132,11 @@ class MinariTarget:
         return len(whole), sum(map(len, whole))
 
 
-def _whole_episodes(frames: TensorDict) -> Iterator[np.ndarray]:
-    """For each episode that its env has ended, the indices of its frames, in order."""
+def _whole_episodes(frames: TensorDict, rests: Sequence[int]) -> Iterator[np.ndarray]:
+    """For each episode that its env has begun and ended, the indices of its frames, in order."""
     ids = frames["collector", "traj_ids"].numpy()
     is_end = frames["next", "done"].numpy()[:, 0] & ~frames["collector", "faulted"].numpy()
+    is_end &= ~np.isin(ids, rests)
     order = ids.argsort(kind="stable")
     for episode in np.split(order, np.flatnonzero(np.diff(ids[order])) + 1):
         if is_end[episode[-1]]:

@@ -7,7 +7,8 @@ Pure bookkeeping; the caller holds the lock. For each process
 Once the process has ended, the last term counts as lost, by the cause of its end. The number of
 frames that a process stepped comes with each rollout's header, and at its end from a counter that
 outlives it. If that counter can't be read (its host is gone), the frames that it stepped since its
-last header are "at most" those of the rollouts that were requested from it.
+last header are "at most" those of the rollout that was requested from it, or a multiple of these
+where rows of its envs are not at the same step.
 """
 
 from __future__ import annotations

@@ -313,7 +313,7 @@ class Requests:
 
     def _note_unknown(self, slot: WorkerSlot) -> None:
         """Count the frames that a worker may have stepped without a header that says so."""
-        unknown = self._plan.rollout_frames if slot.is_collecting else 0
+        unknown = self._plan.rollout_frames * self._plan.skew if slot.is_collecting else 0
         self._unaccounted[slot.worker_id, slot.incarnation] = unknown
 
     def account(self, worker_id: int, incarnation: int, cause: str, stepped: int | None) -> None:

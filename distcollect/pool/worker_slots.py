@@ -42,6 +42,7 @@ class BatchPlan:
         deadline_s: the same, this many seconds after the batch was requested; None: never.
         reserved: worker_ids of workers that collect no rollouts.
         first_env: number of worker 0's first env among the envs of all trainers.
+        skew: see :class:`~.layout.Layout`.
         in_turn: in async mode, workers deliver one rollout each in a fixed order. A worker's next
             rollout is requested when the user asks for the next batch.
     """
@@ -58,6 +59,7 @@ class BatchPlan:
     reserved: frozenset[int] = frozenset()
     first_env: int = 0
     in_turn: bool = False
+    skew: int = 1
 
     @property
     def rollout_frames(self) -> int:

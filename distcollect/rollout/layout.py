@@ -66,6 +66,8 @@ class Layout:
             :class:`~distcollect.Normalize`. Frames have them as the env gave them.
         is_loose: frames have entries without a fixed shape or that are no tensors. Then a rollout
             is a stack of TensorDicts as the env gave them, and the leaves above are empty.
+        skew: a row makes at most so many times T frames in a rollout of T steps; 1: all rows make
+            one in each step.
     """
 
     batch_size: tuple[int, ...]
@@ -77,6 +79,7 @@ class Layout:
     nodes: tuple[tuple[Key, tuple[int, ...]], ...] = ()
     normalized: tuple[Leaf, ...] = ()
     is_loose: bool = False
+    skew: int = 1
 
     @property
     def num_envs(self) -> int:

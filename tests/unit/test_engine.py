@@ -48,6 +48,19 @@ def test_a_swap_in_mid_rollout(kind: str, at: int) -> None:
     assert (after["told"] == 7).all()
 
 
+@pytest.mark.parametrize("fresh", [False, True])
+def test_how_many_frames_a_rollout_may_take(fresh: bool) -> None:
+    lengths = (1, *[1000] * 5)
+    engine = build_engine(WorkerPlan(lambda: Uneven(lengths), 6), traj_ids=count())
+    most = 0
+    for _ in range(5):
+        before = engine.counter.stepped
+        collect(engine, T, fresh=fresh)
+        most = max(most, engine.counter.stepped - before)
+    assert 6 * T < most <= engine.layout.skew * 6 * T
+    assert engine_of(None).layout.skew == 1
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_newest_of_several_versions_and_random_frames(kind: str) -> None:
     """Random frames show nothing of those that the same memory had before."""

@@ -12,7 +12,9 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium import spaces
+from gymnasium.vector import AutoresetMode
 from helpers.collect_command import arguments
+from helpers.counting_envs import CountingVectorEnv
 from tensordict import TensorDict
 
 import distcollect as dc
@@ -125,6 +127,43 @@ def test_episodes_are_whole_and_in_order(tmp_path: Path) -> None:
     assert data.action_space == env.action_space
 
 
+class Counted(gym.Env[Any, Any]):
+    """Observes how many steps its episode has had."""
+
+    observation_space = spaces.Box(0, 99, (1,), np.float32)
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        self.steps = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.steps += 1
+        return np.full(1, self.steps, np.float32), 1.0, self.steps == self.length, False, {}
+
+
+def test_rests_of_episodes_are_left_out(tmp_path: Path) -> None:
+    """Frames of rows that are ahead of others are dropped between two batches."""
+    rows = [Counted(1), Counted(7)]
+    with (
+        dc.SyncDataCollector(
+            lambda: CountingVectorEnv(rows, AutoresetMode.NEXT_STEP), frames_per_batch=20
+        ) as collector,
+        SavedFrames(tmp_path, 200, {}) as saved,
+    ):
+        while not saved.is_complete:
+            saved.add(collector.next(), collector.rests)
+    with SavedFrames(tmp_path, 200, {}) as again:
+        assert again.rests == saved.rests != set()
+    MinariTarget(NAME, "random").write(tmp_path, 200, rows[1], {}, rests=sorted(saved.rests))
+    episodes = [*minari.load_dataset(NAME).iterate_episodes()]
+    assert {len(episode.rewards) for episode in episodes} == {1, 7}
+    assert all(episode.observations[0] == 0 for episode in episodes)
+
+
 def test_an_env_with_an_id_can_be_made_from_it(tmp_path: Path) -> None:
     with (
         dc.SyncDataCollector("CartPole-v1", frames_per_batch=100) as collector,
@@ -161,6 +200,7 @@ def test_what_breaks_off_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     ("given", "message"),
     [
         ({"minari": "no spaces"}, "--minari no spaces: no name of .* cartpole/random-v0"),
+        ({"minari": "foo"}, "--minari foo: no name of .* NAMESPACE/NAME-vNUMBER"),
         ({"minari": NAME}, f"{NAME}: .* exists already.*minari delete {NAME}"),
         ({"minari": "x-v0", "env": "helpers.counted_env:Counted-v0"}, "'arm/hand'.*rename it"),
         ({"author": "me"}, "--author me: .*--minari NAME"),

@@ -45,6 +45,14 @@ def test_the_share_of_who_is_replaced_waits_where_that_is_wanted() -> None:
     assert play.take_asked() == [1]
 
 
+def test_of_rows_that_drift_apart_a_vanished_host_may_have_stepped_more() -> None:
+    play = Play(replace(AHEAD, skew=2), 1)
+    play.want()
+    play.lose(0, replaced=False)
+    play.core.requests.account(0, 0, "worker_lost", None)
+    assert play.core.requests.ledger.report().total.at_most == 2 * FRAMES
+
+
 @pytest.mark.parametrize("mode", ["pace", "drop"])
 def test_who_has_weights_that_are_too_old_is_named_and_with_pace_not_asked(mode: str) -> None:
     """Those of worker 1, which was left out of every publication, have no lag."""

@@ -116,7 +116,9 @@ def _write_minari(
     minari: MinariTarget, saved: SavedFrames, name: str, make_env: Any, settings: Mapping[str, Any]
 ) -> None:
     with contextlib.closing(tried_env(name, make_env)) as env:
-        num_episodes, num_frames = minari.write(saved.folder, saved.frames, env, settings)
+        num_episodes, num_frames = minari.write(
+            saved.folder, saved.frames, env, settings, rests=sorted(saved.rests)
+        )
     rest = saved.frames - num_frames
     _print(
         f"{num_episodes:,} whole episodes ({num_frames:,} frames) are in the Minari data set "
@@ -155,7 +157,7 @@ def _fill(
         elif given.seed is not None:
             collector.set_seed(given.seed)
         while not saved.is_complete:
-            saved.add(collector.next())
+            saved.add(collector.next(), collector.rests)
 
 
 def _monitor() -> Monitor | None:

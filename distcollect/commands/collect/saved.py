@@ -14,7 +14,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ class SavedFrames:
         frames: how many frames are written.
         resumes: how often a process resumed collecting.
         next_traj_id: higher than every traj_id in the folder.
+        rests: the ids of trajectories that are the rest of an episode.
     """
 
     def __init__(self, folder: Path, num_frames: int, settings: Mapping[str, Any]) -> None:
@@ -61,6 +62,7 @@ class SavedFrames:
         self.folder = folder
         self.num_frames = num_frames
         self.frames = self.resumes = self.next_traj_id = 0
+        self.rests: set[int] = set()
         self._settings = dict(settings)
         self._mapped: TensorDict | None = None
         self._files: list[int] = []
@@ -115,7 +117,7 @@ class SavedFrames:
                 "another folder, or use the same settings"
             )
         self.frames, self.resumes = found["frames"], found["resumes"]
-        self.next_traj_id = found["next_traj_id"]
+        self.next_traj_id, self.rests = found["next_traj_id"], {*found.get("rests", ())}
 
     def _discard(self) -> None:
         """Remove what was made for frames, none of which was written."""
@@ -137,8 +139,10 @@ class SavedFrames:
         """Return True if all frames are written."""
         return self.frames >= self.num_frames
 
-    def add(self, batch: TensorDict) -> int:
+    def add(self, batch: TensorDict, rests: Iterable[int] = ()) -> int:
         """Write the frames of ``batch``, row by row, until the folder is complete.
+
+        ``rests``: the ids of trajectories in it that are the rest of an episode.
 
         Returns:
             The number of frames written.
@@ -153,6 +157,7 @@ class SavedFrames:
         self._mapped[self.frames : self.frames + count] = flat[:count]
         highest = int(flat["collector", "traj_ids"][:count].max())
         self.next_traj_id = max(self.next_traj_id, highest + 1)
+        self.rests.update(rests)
         self.frames += count
         if self.is_complete or time.monotonic() - self._recorded_at > _RECORD_EVERY_S:
             self.record()
@@ -219,7 +224,7 @@ class SavedFrames:
             ArgumentError: the disk is full or gone; what was recorded before remains.
         """
         names = ("frames", "resumes", "next_traj_id")
-        numbers = {name: getattr(self, name) for name in names}
+        numbers = {**{name: getattr(self, name) for name in names}, "rests": sorted(self.rests)}
         record = {"format": _FORMAT, **numbers, "settings": self._settings}
         remedy = "once it can, the same command continues from the frames that were recorded before"
         with refusing(f"--out {self.folder} can't be written", remedy):
