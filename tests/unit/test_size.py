@@ -14,7 +14,7 @@ from helpers.paths import ROOT
 
 PACKAGE = ROOT / "distcollect"
 LONGEST_MODULE = 450
-LIMITS = {PACKAGE: 28_611, PACKAGE / "commands": 1_981, ROOT / "tests": 35_755}
+LIMITS = {PACKAGE: 28_648, PACKAGE / "commands": 1_981, ROOT / "tests": 35_797}
 LIMITS |= {PACKAGE / "net": 1_402, PACKAGE / "transport": 1_202}
 
 
