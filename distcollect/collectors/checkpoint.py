@@ -23,7 +23,7 @@ from distcollect.collectors.base import DataCollectorBase
 from distcollect.collectors.batches import adding_nothing
 from distcollect.collectors.replay import ReplayBuffer
 from distcollect.common import checks, signals
-from distcollect.common.files import replacing
+from distcollect.common.files import draft_of, replacing
 from distcollect.common.peer_ids import identity
 from distcollect.errors import (
     ArgumentError,
@@ -387,7 +387,7 @@ def _in_place(present: Any, saved: Any) -> Any:
 
 def _link(path: Path, other: Path) -> None:
     """Give a file a second name, which another file may have; a copy would take its time."""
-    draft = other.with_name(f".{other.name}.{os.getpid()}")
+    draft = draft_of(other)
     draft.unlink(missing_ok=True)
     try:
         os.link(path, draft)

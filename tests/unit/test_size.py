@@ -14,7 +14,7 @@ from helpers.paths import ROOT
 
 PACKAGE = ROOT / "distcollect"
 LONGEST_MODULE = 450
-LIMITS = {PACKAGE: 28_648, PACKAGE / "commands": 1_981, ROOT / "tests": 35_797}
+LIMITS = {PACKAGE: 28_664, PACKAGE / "commands": 1_981, ROOT / "tests": 35_819}
 LIMITS |= {PACKAGE / "net": 1_402, PACKAGE / "transport": 1_202}
 
 
