@@ -75,6 +75,8 @@ class Checkpoint:
 
     Part of each file is the state of the random numbers of torch, numpy and Python in this process.
 
+    Of several objects of this class in a process, a signal saves only the newest.
+
     With several trainers, the first one saves and all of them load; the others keep their own
     random numbers.
 
