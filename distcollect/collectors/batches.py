@@ -6,8 +6,9 @@ import contextlib
 import threading
 import time
 import warnings
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,7 +23,8 @@ from distcollect.collectors.replay import frames_for
 from distcollect.collectors.user_code import users_stack_level, without_stop
 from distcollect.collectors.validation import num_steps
 from distcollect.common import checks
-from distcollect.errors import ArgumentError, BatchTimeout, CollectorStateError
+from distcollect.common.waiting import wait_for
+from distcollect.errors import ArgumentError, BatchTimeout, CollectorStateError, DeadlineError
 from distcollect.policy.normalize import Statistics
 from distcollect.policy.weight_layout import WeightLayout, state_tensors
 from distcollect.pool.publisher import Weights, WorkerIds
@@ -37,6 +39,7 @@ from distcollect.weights.push_handle import PushHandle
 
 # Batches: a loop may well publish at every tenth only, or much later than a thread collects.
 _PATIENCE = 20
+_with_buffer: weakref.WeakSet[Backend] = weakref.WeakSet()  # those that fill a replay buffer
 
 
 class UnpublishedChanges:
@@ -157,6 +160,8 @@ class Backend(ABC):
         self._holder: int | None = None  # the thread that makes a batch
         self._lock = threading.Condition()  # of all that other threads change, and of settling
         self._trajectories: WholeTrajectories | None = None
+        if options.replay_buffer is not None:
+            _with_buffer.add(self)
         if options.trajs_per_batch is not None:
             self._trajectories = WholeTrajectories(options)
 
@@ -314,6 +319,22 @@ class Backend(ABC):
         self._waiting = None
         self._settle(batch, None)
         return batch.frames if buffer is None else None
+
+    @contextlib.contextmanager
+    def adding_nothing(self, timeout_s: float) -> Iterator[None]:
+        """Within, nothing is added to the replay buffer; what is being added comes first.
+
+        Raises, on entering:
+            DeadlineError: that took longer than ``timeout_s``.
+        """
+        with self._lock:
+            is_own = self._holder == threading.get_ident()  # a hook, or the user's buffer
+            if not wait_for(self._lock, lambda: is_own or self._adding is None, timeout_s):
+                raise DeadlineError(
+                    f"the replay buffer can't be saved: its extend() did not end within "
+                    f"{timeout_s:g} s. If it waits for samples, use distcollect.RateLimited instead"
+                )
+            yield
 
     def _settle(self, batch: Batch, cause: str | None) -> None:
         """Settle and count a batch once: :meth:`close`, on another thread, may come before."""
@@ -523,3 +544,16 @@ class Backend(ABC):
                     self._settle(self._adding, None)
         self._gaps.free_ids()
         self.drop("shut_down")
+
+
+@contextlib.contextmanager
+def adding_nothing(timeout_s: float) -> Iterator[None]:
+    """Within, no collector of this process adds to a replay buffer.
+
+    Raises, on entering:
+        DeadlineError: an ``extend()`` took longer than ``timeout_s``.
+    """
+    with contextlib.ExitStack() as all_of_them:
+        for backend in sorted(_with_buffer, key=id):  # as every thread does
+            all_of_them.enter_context(backend.adding_nothing(timeout_s))
+        yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import math
@@ -16,10 +17,13 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
+from torch import nn
 
 from distcollect.collectors.base import DataCollectorBase
+from distcollect.collectors.batches import adding_nothing
+from distcollect.collectors.replay import ReplayBuffer
 from distcollect.common import checks, signals
-from distcollect.common.files import replacing
+from distcollect.common.files import draft_of, replacing
 from distcollect.common.peer_ids import identity
 from distcollect.errors import (
     ArgumentError,
@@ -38,6 +42,7 @@ _Result: TypeAlias = tuple[bool, float]
 _NO_RESULT: _Result = (False, -math.inf)
 # Between two looks whether SLURM has started the trainer again elsewhere: a file on a shared disk.
 _CHECK_START_S = 10.0
+_ADDING_S = 60.0  # for a batch that is being added to a buffer
 
 
 class Stateful(Protocol):
@@ -69,6 +74,8 @@ class Checkpoint:
     again, it continues from there; under ``distcollect submit`` that happens automatically.
 
     Part of each file is the state of the random numbers of torch, numpy and Python in this process.
+
+    Of several objects of this class in a process, a signal saves only the newest.
 
     With several trainers, the first one saves and all of them load; the others keep their own
     random numbers.
@@ -211,6 +218,7 @@ class Checkpoint:
         Raises:
             CollectorStateError: there is a file of an earlier run, and :meth:`load` was not called.
             ArgumentTypeError: a part's state couldn't be loaded again.
+            DeadlineError: a part is a replay buffer, and a collector's ``extend()`` does not end.
             LaunchError: SLURM has started the trainer again on another host, so that this process
                 is not the run's trainer any more.
             OSError: the file can't be written.
@@ -221,6 +229,13 @@ class Checkpoint:
             self._saved_end = self._is_over()
             self._saved_at = time.monotonic()
             return
+        buffers = [each for each in self._parts.values() if _is_buffer(each)]
+        with adding_nothing(_ADDING_S) if buffers else contextlib.nullcontext():
+            self._write()
+        self._saved_end = self._is_over()
+        self._saved_at = time.monotonic()
+
+    def _write(self) -> None:
         states = {
             name: part if isinstance(part, dict) else part.state_dict()
             for name, part in self._parts.items()
@@ -248,8 +263,6 @@ class Checkpoint:
         if best_result > self._best_result:
             _link(self.path, self.best_path)
         self._best_result = best_result
-        self._saved_end = self._is_over()
-        self._saved_at = time.monotonic()
 
     def _is_over(self) -> bool:
         """Return True if the collectors have delivered all their frames."""
@@ -296,7 +309,8 @@ class Checkpoint:
         Raises:
             SystemExit: the process was told to end; with exit code 75.
             KeyboardInterrupt: it was told so by Ctrl-C, and ``save_on_ctrl_c`` is True.
-            CollectorStateError, ArgumentTypeError, LaunchError, OSError: as :meth:`save`.
+            CollectorStateError, ArgumentTypeError, DeadlineError, LaunchError, OSError: as
+                :meth:`save`.
         """
         self._check()
         if time.monotonic() - self._start_checked_at >= _CHECK_START_S:
@@ -357,6 +371,10 @@ def _read(path: Path) -> dict[str, Any]:
     return saved
 
 
+def _is_buffer(part: object) -> bool:
+    return isinstance(part, ReplayBuffer) and not isinstance(part, nn.Module)
+
+
 def _in_place(present: Any, saved: Any) -> Any:
     """What a dict has after loading: its present tensor with the saved values, if they fit it.
 
@@ -371,7 +389,7 @@ def _in_place(present: Any, saved: Any) -> Any:
 
 def _link(path: Path, other: Path) -> None:
     """Give a file a second name, which another file may have; a copy would take its time."""
-    draft = other.with_name(f".{other.name}.{os.getpid()}")
+    draft = draft_of(other)
     draft.unlink(missing_ok=True)
     try:
         os.link(path, draft)

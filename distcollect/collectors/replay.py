@@ -223,20 +223,23 @@ class RateLimited(WrappedBuffer):
             CollectorStateError: no more frames come: collection failed, or ended with fewer than
                 ``min_size`` frames.
         """
+        # Not under the lock: what comes of a signal may wait for the thread that adds frames.
+        if not wait_for(self._changed, self._need_not_wait, self._timeout_s):
+            raise DeadlineError(
+                f"sample() waited {self._timeout_s:g} s for more frames: {self._inserted} came "
+                f"in, {self._sampled} samples were drawn "
+                f"(samples_per_insert={self._samples_per_insert:g}, "
+                f"min_size={self._min_size}). Is the collector still running?"
+            )
         with self._changed:
-            if not wait_for(self._changed, self._need_not_wait, self._timeout_s):
-                raise DeadlineError(
-                    f"sample() waited {self._timeout_s:g} s for more frames: {self._inserted} came "
-                    f"in, {self._sampled} samples were drawn "
-                    f"(samples_per_insert={self._samples_per_insert:g}, "
-                    f"min_size={self._min_size}). Is the collector still running?"
-                )
-            if not self._may_sample():
-                raise self._no_more_frames() from self._error
-            samples = self._buffer.sample(*args, **kwargs)
-            self._sampled += _num_samples(samples)
-            self._changed.notify_all()
-        return samples
+            if self._need_not_wait():
+                if not self._may_sample():
+                    raise self._no_more_frames() from self._error
+                samples = self._buffer.sample(*args, **kwargs)
+                self._sampled += _num_samples(samples)
+                self._changed.notify_all()
+                return samples
+        return self.sample(*args, **kwargs)  # another thread was faster
 
     def _need_not_wait(self) -> bool:
         return self._may_sample() or self._fill_state is not FillState.FILLING

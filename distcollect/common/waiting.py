@@ -65,16 +65,19 @@ def wait_for(
     """
     reminder = Reminder(time.monotonic())
     deadline = reminder.began + timeout_s
-    with changed:
-        while not is_done():
-            signals.check()
-            now = time.monotonic()
-            if now >= deadline:
-                return False
-            if reminder.is_due(now):
-                remind(now - reminder.began)
-            changed.wait(min(reminder.at - now, deadline - now, WAKEUP_INTERVAL_S))
-    return True
+    while True:
+        with changed:
+            if is_done():
+                return True
+        signals.check()  # without the lock: a Checkpoint may save, which waits for other threads
+        now = time.monotonic()
+        if now >= deadline:
+            return False
+        if reminder.is_due(now):
+            remind(now - reminder.began)
+        with changed:
+            if not is_done():
+                changed.wait(min(reminder.at - now, deadline - now, WAKEUP_INTERVAL_S))
 
 
 def answer(future: Future[T], function: Callable[..., T], *args: Any) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from helpers.waiting import eventually
 from tensordict import TensorDict
 
 import distcollect as dc
+from distcollect.common import signals
 
 FRAMES = 2 * T
 
@@ -36,6 +38,12 @@ def pooled(buffer: Any, **settings: Any) -> dc.RPCDataCollector:
 
 
 BOTH = pytest.mark.parametrize("collector_of", [sync, pooled])
+
+
+@pytest.fixture(autouse=True)
+def _signals() -> Iterator[None]:
+    yield
+    signals.stop_watching()
 
 
 @BOTH
@@ -223,6 +231,57 @@ def test_rate_goes_on_after_a_checkpoint(tmp_path: Path) -> None:
     assert second.state_dict()["sampled"] == 8
     with pytest.raises(dc.ArgumentError, match="not of a RateLimited"):
         second.load_state_dict(wrapped().state_dict())
+
+
+class TwoSteps(Buffer):
+    """A buffer that is written to in two steps; its state is what it works with, as TorchRL's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = torch.zeros(2, dtype=torch.int64)
+
+    def extend(self, data: TensorDict) -> None:
+        self.counts[0] += len(data)
+        time.sleep(0.005)
+        self.counts[1] += len(data)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"counts": self.counts}
+
+    load_state_dict = state_dict  # it is not loaded
+
+
+class Slow:
+    """A part that takes its time."""
+
+    def state_dict(self) -> dict[str, int]:
+        time.sleep(0.05)
+        return {}
+
+    load_state_dict = state_dict
+
+
+@BOTH
+def test_a_checkpoint_has_whole_batches(collector_of: Any, tmp_path: Path) -> None:
+    """Also at a signal, while the user waits for samples."""
+    buffer = dc.RateLimited(TwoSteps(), 1.0, min_size=10**9)
+    collector = collector_of(buffer)
+    parts = {"buffer": buffer, "slow": Slow(), "collector": collector}
+    checkpoint = dc.Checkpoint(tmp_path / "c.pt", **parts)
+    with collector:
+        collector.start()
+        for number in range(8):
+            eventually(lambda before=collector.frames: collector.frames > before)
+            if number < 7:
+                checkpoint.save()
+            else:
+                threading.Timer(0.05, signal.raise_signal, (signal.SIGTERM,)).start()
+                with pytest.raises(SystemExit):
+                    buffer.sample(1)
+            saved = torch.load(checkpoint.path, weights_only=True)["parts"]
+            counts = saved["buffer"]["buffer"]["counts"].tolist()
+            frames = saved["buffer"]["inserted"], saved["collector"]["frames"]
+            assert {*counts, *frames} == {counts[0]}
 
 
 def test_rate_of_a_buffer_without_a_state() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -77,3 +78,30 @@ checkpoint.step()
 def test_a_second_signal_at_exit_changes_no_exit_code(tmp_path: Path) -> None:
     ended = run_python("-c", SIGNALLED_AGAIN, tmp_path / "c.pt", timeout_s=60)
     assert (ended.returncode, ended.stdout) == (signals.EXIT_TO_RESUME, "again"), ended.stderr
+
+
+KILLED = """
+import os, signal, sys
+import distcollect as dc
+
+class Killed:
+    def state_dict(self):
+        return {}
+    load_state_dict = state_dict
+
+dc.checkpoint = dc.Checkpoint(sys.argv[1], part=Killed())
+from distcollect.collectors import checkpoint
+checkpoint._check_loadable = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+dc.checkpoint.save()
+"""
+
+
+def test_the_drafts_of_killed_processes_are_removed(tmp_path: Path) -> None:
+    path = tmp_path / "c.pt"
+    assert run_python("-c", KILLED, path, timeout_s=60).returncode == -signal.SIGKILL
+    [left] = tmp_path.iterdir()
+    others = [left.with_suffix(f".{os.getppid()}"), left.with_name(f".c.pt.elsewhere{left.suffix}")]
+    for each in others:
+        each.touch()
+    dc.Checkpoint(path, progress={}).save()
+    assert {*tmp_path.iterdir()} == {path, *others}
