@@ -12,6 +12,7 @@ import stat
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ from distcollect.net.interfaces import (
 from distcollect.net.messages import TrainerAddress
 
 log = logging.getLogger(__name__)
+
+_SHORT = 16  # characters: a token with fewer can be guessed
 
 # Torch declares no types for its stores.
 dist: Any = torch.distributed
@@ -257,7 +260,7 @@ def read_token() -> str | None:
     """
     path = os.environ.get(TOKEN_VARIABLE)
     if path is None:
-        return os.environ.get(SECRET_VARIABLE) or None
+        return _weighed(SECRET_VARIABLE, os.environ.get(SECRET_VARIABLE) or None)
     name = f"{TOKEN_VARIABLE}={path}"
     try:
         with Path(path).open() as file:
@@ -275,4 +278,13 @@ def read_token() -> str | None:
         )
     if mode & stat.S_IRGRP:
         log.warning("%s: its group may read it; is that meant?", name)
+    return _weighed(name, token)
+
+
+@cache
+def _weighed(name: str, token: str | None) -> str | None:
+    """Return ``token``; warn once if it is short."""
+    if token is not None and len(token) < _SHORT:
+        log.warning("%s: a token of %d characters can be guessed: use a longer one, as "
+            "'openssl rand -hex 32' prints", name, len(token))  # fmt: skip
     return token
