@@ -14,8 +14,8 @@ from helpers.paths import ROOT
 
 PACKAGE = ROOT / "distcollect"
 LONGEST_MODULE = 450
-LIMITS = {PACKAGE: 28_590, PACKAGE / "commands": 1_981, ROOT / "tests": 35_683}
-LIMITS |= {PACKAGE / "net": 1_402, PACKAGE / "transport": 1_202}
+LIMITS = {PACKAGE: 28_647, PACKAGE / "commands": 1_985, ROOT / "tests": 35_779}
+LIMITS |= {PACKAGE / "net": 1_403, PACKAGE / "transport": 1_202}
 
 
 def code_lines(path: Path) -> int:
