@@ -1,14 +1,24 @@
-"""How commands declare their arguments, and parsers of numbers for the ``type=`` of argparse."""
+"""How commands declare their arguments, parsers for the ``type=`` of argparse, and modules."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 # As for arguments in seconds: waits overflow with far longer times, and int() with infinity.
 _LARGEST = 1e8
+
+
+def import_from_here() -> None:
+    """Make modules in the working folder importable, if no others have their names.
+
+    ``python -m`` does that by itself, but a console script adds its own folder instead.
+    """
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
 
 
 def declare(add_argument: Callable[..., object], name: str, about: str, **options: Any) -> None:

@@ -29,10 +29,16 @@ import numpy as np
 import torch
 
 import distcollect as dc
-from distcollect.commands.argtypes import above_0, count, declare, natural, writable
+from distcollect.commands.argtypes import (
+    above_0,
+    count,
+    declare,
+    import_from_here,
+    natural,
+    writable,
+)
 from distcollect.commands.named import (
     add_policy_arguments,
-    import_from_here,
     named_env,
     named_policy,
     tried_env,

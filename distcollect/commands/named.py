@@ -8,7 +8,6 @@ import hashlib
 import importlib
 import inspect
 import io
-import sys
 import warnings
 import zipfile
 from collections.abc import Callable
@@ -25,15 +24,6 @@ from distcollect.engine.pickled_plan import take_state
 from distcollect.envs.make import check_env_id, make_by_id
 from distcollect.errors import ArgumentError
 from distcollect.policy.weight_layout import module_of
-
-
-def import_from_here() -> None:
-    """Make modules in the working folder importable, if no others have their names.
-
-    ``python -m`` does that by itself, but a console script adds its own folder instead.
-    """
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))
 
 
 def named_env(given: str) -> Any:

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from distcollect.commands.argtypes import above_0, count, declare
-from distcollect.commands.named import import_from_here
+from distcollect.commands.argtypes import above_0, count, declare, import_from_here
 from distcollect.errors import ArgumentError, LaunchError
 from distcollect.launch.cpu_placement import CpuPlacement
 from distcollect.launch.rendezvous import host_and_port, read_token

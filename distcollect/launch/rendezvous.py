@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
@@ -12,10 +13,9 @@ import stat
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
-
-import torch.distributed
 
 from distcollect.errors import ArgumentError, LaunchError
 from distcollect.launch.run_folder import SECRET_VARIABLE, TOKEN_VARIABLE, RunFolder
@@ -31,8 +31,13 @@ from distcollect.net.messages import TrainerAddress
 
 log = logging.getLogger(__name__)
 
-# Torch declares no types for its stores.
-dist: Any = torch.distributed
+_SHORT = 16  # characters: a token with fewer can be guessed
+
+
+def _dist() -> Any:
+    """Torch's, without the types of its stores, which it lacks; no process that joins loads it."""
+    return importlib.import_module("torch.distributed")
+
 
 RENDEZVOUS_TIMEOUT_S = 300.0
 _TRAINER_KEY, _ADDRESS_KEY = "distcollect/trainer", "distcollect/address"
@@ -97,7 +102,7 @@ def listen_spec(launch: Launch) -> ListenSpec:
 
 def _token_in(store: Any, run_id: str) -> str:
     """Make a token for all trainers of the launch: they take rollouts over from each other."""
-    shared = dist.PrefixStore(run_id, store.underlying_store)
+    shared = _dist().PrefixStore(run_id, store.underlying_store)
     token: bytes = shared.compare_set(_TOKEN_KEY, "", secrets.token_hex(16))
     return token.decode()
 
@@ -141,7 +146,7 @@ def _address_among_hosts(launch: Launch, store: Any) -> str:
     for rank in range(launch.world_size - 1, 0, -1):
         try:
             theirs = store.get(f"{_ADDRESS_KEY}/{rank}").decode()
-        except dist.DistError as error:
+        except _dist().DistError as error:
             raise LaunchError(
                 f"rank {rank} did not announce its address within {RENDEZVOUS_TIMEOUT_S:g} s: look "
                 "at its own output. Does every rank call distcollect.run(main)?"
@@ -158,14 +163,14 @@ def _torchrun_store(launch: Launch) -> Any:
     host, port = launch.master
     try:
         socket.getaddrinfo(host, port)  # fails at once; torch would try for minutes
-        store = dist.TCPStore(
+        store = _dist().TCPStore(
             host,
             port,
             is_master=not served and launch.rank == launch.trainer == 0,
             wait_for_workers=False,
             timeout=timedelta(seconds=RENDEZVOUS_TIMEOUT_S),
         )
-    except (OSError, dist.DistError) as error:
+    except (OSError, _dist().DistError) as error:
         if "EADDRINUSE" in str(error):
             raise LaunchError(
                 f"rank 0 can't open the ranks' store on MASTER_PORT={port}: another process has "
@@ -176,7 +181,7 @@ def _torchrun_store(launch: Launch) -> Any:
             f"{str(error).rstrip('.')}; start torchrun with --local-addr=ADDRESS, on each host its "
             "own address on the cluster's network"
         ) from error
-    return dist.PrefixStore(f"{launch.run_id}/{launch.trainer}", store)
+    return _dist().PrefixStore(f"{launch.run_id}/{launch.trainer}", store)
 
 
 def finder(launch: Launch) -> Callable[[], TrainerAddress]:
@@ -197,7 +202,7 @@ def finder(launch: Launch) -> Callable[[], TrainerAddress]:
         def find() -> TrainerAddress:
             try:
                 latest[:] = json.loads(store.get(_TRAINER_KEY))
-            except dist.DistNetworkError as error:
+            except _dist().DistNetworkError as error:
                 # The store never reconnects, but the trainer may still be at its last address:
                 # the network may have been cut for a while.
                 if not latest:
@@ -205,7 +210,7 @@ def finder(launch: Launch) -> Callable[[], TrainerAddress]:
                         f"torchrun's store is gone ({error}), and with it torchrun on the "
                         "trainer's host: look at its output there, and start all ranks again"
                     ) from error
-            except dist.DistStoreError as error:
+            except _dist().DistStoreError as error:
                 raise TimeoutError(f"it is not in torchrun's store yet: {error}") from error
             host, port, token = latest
             return TrainerAddress(host, port, token or given or "")
@@ -259,7 +264,7 @@ def read_token(option: str = TOKEN_VARIABLE) -> str | None:
     """
     path = os.environ.get(TOKEN_VARIABLE)
     if path is None:
-        return os.environ.get(SECRET_VARIABLE) or None
+        return _weighed(SECRET_VARIABLE, os.environ.get(SECRET_VARIABLE) or None)
     name = f"{option}={path}"
     try:
         with Path(path).open() as file:
@@ -277,4 +282,13 @@ def read_token(option: str = TOKEN_VARIABLE) -> str | None:
         )
     if mode & stat.S_IRGRP:
         log.warning("%s: its group may read it; is that meant?", name)
+    return _weighed(name, token)
+
+
+@cache
+def _weighed(name: str, token: str | None) -> str | None:
+    """Return ``token``; warn once if it is short."""
+    if token is not None and len(token) < _SHORT:
+        log.warning("%s: a token of %d characters can be guessed: use a longer one, as "
+            "'openssl rand -hex 32' prints", name, len(token))  # fmt: skip
     return token

@@ -128,7 +128,7 @@ def test_a_worker_without_resources_joins_later_and_one_that_is_killed_for_good_
         (
             "spread",
             "DeadlineError",
-            "all at the same time, as STRICT_SPREAD asks; free on all 1 node(s): 2 CPU)",
+            "as STRICT_SPREAD asks; free on all 1 node(s): 2 CPU): they wait for that, or have it",
         ),
         ("version", "WorkerMismatch", "its distcollect is 0.0.1, the trainer's is "),
         ("option", "LaunchError", "Ray refuses remote_configs={'num_cpu': 1}"),

@@ -35,6 +35,20 @@ def test_a_token_of_a_group(token_file: Path, caplog: pytest.LogCaptureFixture) 
     assert "its group may read it" in caplog.text
 
 
+@pytest.mark.parametrize("name", ["DISTCOLLECT_TOKEN", "DISTCOLLECT_TOKEN_FILE"])
+def test_a_short_token_brings_one_warning(
+    token_file: Path, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    token_file.write_text("short")
+    if name == "DISTCOLLECT_TOKEN":
+        monkeypatch.delenv("DISTCOLLECT_TOKEN_FILE")
+        monkeypatch.setenv(name, "short")
+    assert [read_token(), read_token()] == ["short"] * 2
+    [record] = caplog.records
+    assert record.message.startswith(name)
+    assert "a token of 5 characters can be guessed" in record.message
+
+
 def test_a_token_file_that_is_no_text(token_file: Path) -> None:
     token_file.write_bytes(b"\xff\xfe")
     with pytest.raises(dc.LaunchError, match="DISTCOLLECT_TOKEN_FILE"):

@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from distcollect.collectors.classes import RPCDataCollector
-from distcollect.commands.argtypes import count, declare
+from distcollect.commands.argtypes import count, declare, import_from_here
 from distcollect.commands.collect.saved import SavedFrames
 from distcollect.commands.main import INTERRUPTED
 from distcollect.commands.named import (
     NamedPolicy,
     add_policy_arguments,
-    import_from_here,
     named_env,
     named_policy,
     tried_env,

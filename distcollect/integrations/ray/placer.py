@@ -174,8 +174,9 @@ class RayPlacer:
             together = "" if strategy is None else f", all at the same time, as {strategy} asks"
             parts.append(
                 f"Ray has not started workers {waiting} yet ({words(wanted)} wanted for each"
-                f"{together}; free on all {len(ray_cluster.nodes(self._ray))} node(s): {free}); "
-                "`ray status` shows what is in use, and the largest node"
+                f"{together}; free on all {len(ray_cluster.nodes(self._ray))} node(s): {free}): "
+                "they wait for that, or have it and their actors are starting; `ray status` shows "
+                "what is in use, and the largest node"
             )
         return "; ".join(parts)
 
