@@ -14,7 +14,7 @@ from helpers.paths import ROOT
 
 PACKAGE = ROOT / "distcollect"
 LONGEST_MODULE = 450
-LIMITS = {PACKAGE: 28_647, PACKAGE / "commands": 1_985, ROOT / "tests": 35_779}
+LIMITS = {PACKAGE: 28_652, PACKAGE / "commands": 1_989, ROOT / "tests": 35_779}
 LIMITS |= {PACKAGE / "net": 1_403, PACKAGE / "transport": 1_202}
 
 
