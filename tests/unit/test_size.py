@@ -14,7 +14,7 @@ from helpers.paths import ROOT
 
 PACKAGE = ROOT / "distcollect"
 LONGEST_MODULE = 450
-LIMITS = {PACKAGE: 28_693, PACKAGE / "commands": 1_981, ROOT / "tests": 35_825}
+LIMITS = {PACKAGE: 28_719, PACKAGE / "commands": 1_984, ROOT / "tests": 35_851}
 LIMITS |= {PACKAGE / "net": 1_407, PACKAGE / "transport": 1_205}
 
 
