@@ -26,6 +26,7 @@ from distcollect.common.refusing import refusing
 from distcollect.common.seeding import checked_seed
 from distcollect.errors import ArgumentError, ArgumentTypeError, CollectorStateError
 from distcollect.integrations import load
+from distcollect.launch.main_call import ends_as_failed
 from distcollect.policy.normalize import Normalizer
 from distcollect.pool.publisher import Weights, WorkerIds
 from distcollect.pool.remote_calls import EnvCall
@@ -115,6 +116,7 @@ class DataCollectorBase(ABC):
         self._owner = Owner()
         self._is_shut_down = self._is_released = False
         self._closes_envs = True
+        self._has_failed = False  # whether an exception left the with-statement
         self._background: Background | None = None  # before start()
         load("trainers")(type(self))
         self._monitor_thread = monitor = MonitorThread(options.monitor, options.trace)
@@ -417,7 +419,7 @@ class DataCollectorBase(ABC):
         self._stats_recorder.end()
         tensor_cache.forget()
         try:
-            self._backend.close(close_envs=self._closes_envs)
+            self._backend.close(close_envs=self._closes_envs, failed=self._has_failed)
         finally:
             self._monitor_thread.close(self.stats())
             self._close_monitor()
@@ -427,7 +429,10 @@ class DataCollectorBase(ABC):
     def __enter__(self: _Self) -> _Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> None:
+        self._has_failed = kind is not None and ends_as_failed(error)
         self.shutdown()
         if kind is None:
             self._raise_from_background()

@@ -530,11 +530,11 @@ class Backend(ABC):
             if self._trajectories is not None and is_free:
                 self._trajectories.abandon()
 
-    def close(self, *, close_envs: bool) -> None:
+    def close(self, *, close_envs: bool, failed: bool = False) -> None:
         """End: nobody gets anything more. The buffer has the batch that is being added to it.
 
         It is called again if an exception broke it off. ``close_envs``: as of
-        :meth:`.DataCollectorBase.shutdown`.
+        :meth:`.DataCollectorBase.shutdown`. ``failed``: it ends because of an error.
         """
         with self._lock:
             self._is_closed = True

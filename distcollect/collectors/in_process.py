@@ -276,7 +276,7 @@ class InProcess(Backend):
         self._traj_ids = identity().own_traj_ids()
         self.engine.use_traj_ids(self._traj_ids)
 
-    def close(self, *, close_envs: bool) -> None:
+    def close(self, *, close_envs: bool, failed: bool = False) -> None:
         self.engine.stop()
         super().close(close_envs=close_envs)
         ends = self.has_ended

@@ -381,8 +381,9 @@ class WithWorkers(Backend):
         if self.statistics is not None:
             self.statistics.renumber(self.pool.version)
 
-    def close(self, *, close_envs: bool) -> None:
+    def close(self, *, close_envs: bool, failed: bool = False) -> None:
         super().close(close_envs=close_envs)
+        self.workers.failed = failed
         self._stop()
 
 

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Supervise a worker process until the trainer is done.
+    """Supervise a worker process until the trainer is done; 1 if that failed, with --join.
 
     Raises:
         ArgumentError: the address or the token is missing or malformed.
@@ -59,8 +59,7 @@ def run(given: argparse.Namespace) -> int:
     if given.run_folder is not None:
         return _join_run(RunFolder(given.run_folder), given)
     trainer = TrainerAddress(*host_and_port("--join", given.join), _token(given))
-    _serve(lambda: trainer, given.threads, given.wait or _WAIT_S, None)
-    return 0
+    return 0 if _serve(lambda: trainer, given.threads, given.wait or _WAIT_S, None) else 1
 
 
 def _token(given: argparse.Namespace, file: Path | None = None) -> str:
@@ -78,10 +77,15 @@ def _token(given: argparse.Namespace, file: Path | None = None) -> str:
 
 def _serve(
     find: Callable[[], TrainerAddress], num_threads: int, timeout_s: float, patience_s: float | None
-) -> None:
+) -> bool:
+    """Return whether the trainer ended without an error."""
     placement = CpuPlacement(None, num_threads)
-    supervise(find, rank=None, placement=placement, timeout_s=timeout_s, patience_s=patience_s)
-    log.info("the trainer needs this worker no more")
+    done = supervise(
+        find, rank=None, placement=placement, timeout_s=timeout_s, patience_s=patience_s
+    )
+    needless = "needs this worker no more"
+    log.info("the trainer %s", needless if done else f"failed, and {needless}; its log says why")
+    return done
 
 
 def _join_run(folder: RunFolder, given: argparse.Namespace) -> int:

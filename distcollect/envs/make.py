@@ -218,7 +218,8 @@ def _call_maker(maker: Any, row: int, context: EnvContext) -> Any:
         kind = f"{type(env).__module__}.{type(env).__qualname__}"
         raise EnvError(
             f"env {row}: {name} returned a {kind}; it must return a gymnasium Env or VectorEnv, "
-            "a TorchRL EnvBase or a PettingZoo ParallelEnv"
+            "a TorchRL EnvBase or a PettingZoo ParallelEnv (of an AECEnv, "
+            "pettingzoo.utils.aec_to_parallel makes one)"
         )
     return env
 

@@ -33,6 +33,7 @@ from torch import nn
 
 from distcollect.common.forks import keep_for_ever
 from distcollect.common.open_files import flush_output
+from distcollect.common.signals import Interrupted
 from distcollect.errors import ArgumentError
 
 T = TypeVar("T")
@@ -111,6 +112,13 @@ def exit_code(exiting: SystemExit | None) -> int:
     if exiting is None or exiting.code is None:
         return 0
     return exiting.code if isinstance(exiting.code, int) else 1
+
+
+def ends_as_failed(error: BaseException | None) -> bool:
+    """Return True if this exception ends a process as failed, and not for a later resumption."""
+    if isinstance(error, SystemExit):
+        return exit_code(error) != 0 and not isinstance(error, Interrupted)
+    return error is not None
 
 
 def timeout_s() -> float:

@@ -145,8 +145,8 @@ def _train(
             resumes = resumes or (folder is not None and bool(folder.later_start()))
             # Torchrun starts ranks again only if all have failed. Under other launchers, ranks
             # that fail after the trainer would hide the cause.
-            fails = failed and launch.launcher is Launcher.TORCHRUN
-            hosts.close(failed=fails, resumes=resumes)
+            ranks_fail = launch.launcher is Launcher.TORCHRUN
+            hosts.close(failed=failed, ranks_fail=ranks_fail, resumes=resumes)
     if owner.is_here:
         call.end_what_it_left(exiting)
     if exiting is not None:

@@ -68,7 +68,7 @@ def supervise(
     timeout_s: float,
     patience_s: float | None = None,
     name: str = "",
-) -> None:
+) -> bool:
     """Start and watch worker processes as the trainer requests, until it needs them no more.
 
     When the connection breaks off, the worker processes here are ended; if the trainer can be
@@ -82,6 +82,9 @@ def supervise(
         patience_s: how long to try to reach it again, after it was lost or said that it would be
             started again; None: a minute, and not if nobody listens at its address any more.
         name: what to call this process in an error; "": after its rank.
+
+    Returns:
+        Whether the trainer ended without an error.
 
     Raises:
         LaunchError: the trainer can't be reached, or refused.
@@ -108,7 +111,7 @@ def supervise(
             if goodbye is not None and not goodbye.resumes:
                 if goodbye.failed and rank is not None:
                     _fail("the trainer failed")
-                return
+                return not goodbye.failed
             log.warning("the trainer is gone, or was cut off; looking for it again")
             joined_before = True
             timeout_s = _REJOIN_TIMEOUT_S if patience_s is None else patience_s

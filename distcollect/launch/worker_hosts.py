@@ -414,8 +414,11 @@ class WorkerHosts(JoinServerEvents):
         supervisors = self._supervisors.values
         return self._changed.wait_for(lambda: not any(s.running for s in supervisors()), timeout_s)
 
-    def detach(self) -> None:
-        """The collector is closed, another one may come; without a launch the supervisors end."""
+    def detach(self, *, failed: bool = False) -> None:
+        """The collector is closed, another one may come; without a launch the supervisors end.
+
+        ``failed``: because of an error.
+        """
         self._events = HostEvents()
         self._server_ranks = None
         self._local = None
@@ -424,18 +427,21 @@ class WorkerHosts(JoinServerEvents):
                 supervisor.running.clear()
             self._is_in_use = False
         if self._num_ranks is None and (self.placer is not None or not self.is_elastic):
-            self._end_supervisors()
+            self._end_supervisors(failed=failed)
         if self.placer is not None:
             self.placer.close()
 
-    def close(self, *, failed: bool = False, resumes: bool = False) -> None:
+    def close(
+        self, *, failed: bool = False, ranks_fail: bool = False, resumes: bool = False
+    ) -> None:
         """End the supervisors: the trainer is done.
 
         It waits a little for ranks that have not joined yet: else they would look for a trainer
         that is gone.
 
         Args:
-            failed: whether the trainer ends by an error; then its launch's ranks do so too.
+            failed: whether the trainer ends by an error; then supervisors that joined do so too.
+            ranks_fail: then its launch's ranks do so too.
             resumes: the trainer will be started again, and supervisors that joined by themselves
                 are to wait for it.
         """
@@ -448,15 +454,18 @@ class WorkerHosts(JoinServerEvents):
                 self._changed.wait_for(
                     lambda: len(self._seen) == self._num_ranks, _LATE_RANKS_TIMEOUT_S
                 )
-        self._end_supervisors(failed=failed, resumes=resumes)
+        self._end_supervisors(failed=failed, ranks_fail=ranks_fail, resumes=resumes)
 
     def end_collector(self) -> None:
         """End what the collector started that uses these hosts; nothing if none does."""
         self._events.launch_ended()
 
-    def _end_supervisors(self, *, failed: bool = False, resumes: bool = False) -> None:
+    def _end_supervisors(
+        self, *, failed: bool, ranks_fail: bool = False, resumes: bool = False
+    ) -> None:
         for supervisor in list(self._supervisors.values()):
-            supervisor.connection.send(Goodbye(failed, resumes and not supervisor.rank))
+            fails = failed and (ranks_fail or not supervisor.rank)
+            supervisor.connection.send(Goodbye(fails, resumes and not supervisor.rank))
         self.join_server.close()
 
     def admit(self, connection: Connection) -> Message | None:

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import logging
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -59,6 +60,8 @@ class Workers:
         processes: pid and host of the newest process that was ready, by worker_id.
         gpus: the name of the GPU that has each worker's policy, "" for the CPU; kept up to date.
         ends: how lost workers ended.
+        failed: whether they are closed because of an error; None: nobody closed them, so the
+            script's end did.
     """
 
     def __init__(
@@ -94,6 +97,7 @@ class Workers:
             DistCollectError: some did not join, or failed. Nothing is left running then.
         """
         self._faults = faults
+        self.failed: bool | None = None
         self._status = Status()
         self._posted: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="distcollect-workers", daemon=True)
@@ -281,6 +285,12 @@ class Workers:
         # from another thread too, does the steps that remain.
         self._steps.close()
 
+    def _has_failed(self) -> bool:
+        if self.failed is None:
+            # Set by an exception that ended the script.
+            self.failed = hasattr(sys, "last_value")
+        return self.failed or self._status.failure is not None
+
     def _stop_steps(self) -> contextlib.ExitStack:
         """The steps of :meth:`close`, in their order."""
         half_s = self._faults.stop_timeout_s / 2
@@ -297,7 +307,7 @@ class Workers:
             self._end_thread,
             self.transport.close,  # again: an exception may have ended the first one early
             # The hosts can serve another collector now.
-            self._hosts.detach,
+            lambda: self._hosts.detach(failed=self._has_failed()),
             partial(_open_numbers.discard, self._number),
         ]
         stack = contextlib.ExitStack()

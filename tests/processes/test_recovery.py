@@ -392,6 +392,28 @@ def test_a_worker_joins_a_running_trainer_and_leaves_with_it(
     assert marked.gone(END_S), marked.left()
 
 
+@pytest.mark.parametrize("closes", [True, False])
+def test_the_exit_status_of_a_worker_that_joined_a_run_that_fails(
+    marked: Marked, token_file: Path, port: int, closes: bool
+) -> None:
+    script = f"""
+import contextlib, distcollect as dc
+collector = dc.RPCDataCollector("CartPole-v1", frames_per_batch=40, num_workers=1,
+                                transport="tcp", listen="127.0.0.1:{port}")
+with collector if {closes} else contextlib.nullcontext():
+    while collector.num_workers < 2:
+        collector.next()
+    raise ValueError("of the user's")
+"""
+    trainer = subprocess.Popen([sys.executable, "-c", script])
+    joined = join(port)
+    said, _ = joined.communicate(timeout=JOIN_S)
+    assert trainer.wait(END_S) == 1
+    assert joined.returncode == 1, said
+    assert "the trainer failed, and needs this worker no more; its log says why" in said
+    assert marked.gone(END_S), marked.left()
+
+
 def test_a_worker_that_joins_finds_what_stands_in_its_folder(
     marked: Marked, token_file: Path, port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,7 @@ from tensordict.nn import TensorDictModule
 
 import distcollect as dc
 
-pytest.importorskip("pettingzoo", reason="the pettingzoo extra is not installed")
+pettingzoo = pytest.importorskip("pettingzoo", reason="the pettingzoo extra is not installed")
 
 
 def test_a_policy_that_writes_the_rewards_of_agents() -> None:
@@ -98,3 +98,13 @@ def test_an_entry_of_a_name_that_is_taken() -> None:
     space = spaces.Dict({"observation": spaces.Discrete(2), "mask": spaces.Discrete(2)})
     with pytest.raises(dc.SpaceError, match=r"needs the names \['mask'\]"):
         dc.PettingZooEnv(Lives(space))
+
+
+def test_an_env_whose_agents_take_turns_is_refused_by_the_name_of_its_conversion() -> None:
+    with pytest.raises(dc.EnvError, match=r"of an AECEnv, pettingzoo\.utils\.aec_to_parallel"):
+        dc.SyncDataCollector(pettingzoo.AECEnv, frames_per_batch=20)
+
+
+def test_normalize_is_refused() -> None:
+    with pytest.raises(dc.ArgumentError, match="Gymnasium envs of one agent"):
+        dc.SyncDataCollector(Lives, frames_per_batch=20, normalize=dc.Normalize())
