@@ -481,7 +481,8 @@ class JoinServer:
             self._handle_all(connection)
             if not (connection.reader.is_in_packet or connection.num_pending):
                 return
-        if connection.num_pending:  # else the selector says when there is more
+        # Else the selector says when there is more, or its turn comes anyhow.
+        if connection.num_pending and connection not in self._unread:
             self._unread.append(connection)
             self._wake_up()
 

@@ -29,7 +29,7 @@ from helpers.join_server import (
 
 from distcollect.common.threads import run_aside
 from distcollect.errors import ArgumentError, DistCollectError, LaunchError
-from distcollect.net.framing import FrameReader, Outbox, with_length
+from distcollect.net.framing import FrameReader, Outbox, Packet, with_length
 from distcollect.net.handshake import JoiningSide, Opening, StartTls
 from distcollect.net.messages import Kill, Refused, decode, encode, to_bytes
 from distcollect.net.server import JoinServer
@@ -283,6 +283,42 @@ def test_a_stranger_that_sends_only_messages_of_tls_itself_is_refused_soon(
         assert "doesn't have this run's token" in events.next("refused")
     client.send(Kill(1, 2))
     assert events.next("received") == Kill(1, 2)
+
+
+class _Packets:
+    """Receives packets, and notes that one came."""
+
+    def __init__(self) -> None:
+        self.came = threading.Event()
+
+    def allocate(self, num_bytes: int) -> bytearray:
+        return bytearray(num_bytes)
+
+    def received(self, packet: Packet) -> None:
+        self.came.set()
+
+    def ended(self) -> None:
+        pass
+
+
+def test_a_large_packet_gets_one_turn_at_a_time(
+    server: JoinServer, events: Recorder, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its connection would get more turns in each round, and others would wait for longer."""
+    client, packets = connect(server), _Packets()
+    client.join(hello(), TOKEN)
+    events.next("admitted").carry(packets)
+    turns, read = [0], server._read
+
+    def counted(connection: Any) -> None:
+        read(connection)
+        turns.append(len(server._unread))
+
+    monkeypatch.setattr(server, "_read", counted)
+    run_aside(client.receive)  # sends what the server does not take at once
+    client.send_packet(Packet(1, [bytes(200_000_000)]))
+    assert packets.came.wait(SOON_S)
+    assert max(turns) <= 1
 
 
 class Between:

@@ -11,6 +11,7 @@ import sys
 import pytest
 from helpers.launching import slurm_variables
 from helpers.paths import ROOT
+from helpers.transports import needs_rpc
 
 from distcollect.net.interfaces import listen
 
@@ -35,9 +36,10 @@ def test_a_rank_that_finds_nobody() -> None:
 @pytest.mark.parametrize(
     ("transport", "exposed"),
     [
-        (
+        pytest.param(
             "rpc",
             ["torch's RPC listens at 17 ports of 127.0.0.1", "torch's store listens at 127."],
+            marks=needs_rpc,
         ),
         ("tcp", []),
     ],

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.loopback_pool import backend_of
+from helpers.transports import TRANSPORTS
 
 import distcollect as dc
 from distcollect.common.shared_memory import allocate, map_segment
@@ -83,7 +84,7 @@ class OfNothing(Counting):
         return ({"a": observation[0, :0], "b": observation}, *others)
 
 
-@pytest.mark.parametrize("transport", ["rpc", "tcp"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_an_entry_without_elements_takes_no_other_entrys_place(transport):
     with dc.RPCDataCollector(
         OfNothing, None, frames_per_batch=20, num_workers=1, transport=transport

@@ -14,7 +14,7 @@ from helpers.paths import ROOT
 
 PACKAGE = ROOT / "distcollect"
 LONGEST_MODULE = 450
-LIMITS = {PACKAGE: 29_043, PACKAGE / "commands": 1_996, ROOT / "tests": 36_347}
+LIMITS = {PACKAGE: 29_043, PACKAGE / "commands": 1_996, ROOT / "tests": 36_375}
 LIMITS |= {PACKAGE / "net": 1_408, PACKAGE / "transport": 1_209}
 
 
