@@ -142,8 +142,7 @@ class ControlConnection:
 
     def _start_tls(self, deadline: float) -> bytes:
         """Encrypt what follows; return the fingerprint of the trainer's certificate."""
-        self.sock.settimeout(max(0.001, deadline - time.monotonic()))
-        self.sock = secured = tls.joining_tls(self.sock)
+        self.sock = secured = tls.joining_tls(self.sock, deadline)
         self._outbox = Outbox(secured, MAX_FRAME)
         self._reader = FrameReader(_MAX_UNPROVEN_FRAME)
         return secured.fingerprint

@@ -16,6 +16,7 @@ import os
 import ssl
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -273,8 +274,8 @@ def is_required() -> bool:
     return _CA in os.environ or check_security(None) == TLS
 
 
-def joining_tls(sock: Any) -> TlsSocket:
-    """Return the socket of a process that joins with TLS.
+def joining_tls(sock: Any, deadline: float) -> TlsSocket:
+    """Return the socket of a process that joins with TLS; ``deadline``: of ``time.monotonic``.
 
     Raises:
         ArgumentError: the file of the authority that the user named can't be read.
@@ -292,6 +293,9 @@ def joining_tls(sock: Any) -> TlsSocket:
     secured = TlsSocket(sock, context, is_trainer=False)
     try:
         while True:
+            if (left_s := deadline - time.monotonic()) <= 0:
+                raise TimeoutError("TLS's handshake took too long")
+            sock.settimeout(left_s)
             with contextlib.suppress(BlockingIOError):
                 secured.do_handshake()
                 return secured

@@ -9,6 +9,7 @@ import re
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -144,7 +145,7 @@ def test_what_comes_after_the_end_is_read_within_tls(monkeypatch: pytest.MonkeyP
     ours.settimeout(SOON_S)
     trainer = TlsSocket(ours, tls.context, is_trainer=True)
     shaking = run_aside(shake_hands, trainer)
-    worker = joining_tls(theirs)
+    worker = joining_tls(theirs, time.monotonic() + SOON_S)
     assert shaking is not None
     shaking.join()
     worker.sendmsg([memoryview(b"some frames")])
@@ -152,6 +153,27 @@ def test_what_comes_after_the_end_is_read_within_tls(monkeypatch: pytest.MonkeyP
     assert trainer.recv(65536) == b"some frames"
     trainer.close()
     worker.close()
+
+
+def test_a_listener_that_trickles_keeps_nobody_who_joins() -> None:
+    ours, theirs = socket.socketpair()
+    is_over = threading.Event()
+
+    def trickle() -> None:
+        ours.send(b"\x16\x03\x03\x3f\xff")  # a record of 16 KB begins
+        while not is_over.wait(0.05):
+            ours.send(b"\x02")
+
+    trickling = run_aside(trickle)
+    begin = time.monotonic()
+    with pytest.raises(TimeoutError):
+        joining_tls(theirs, begin + 0.5)
+    assert time.monotonic() - begin < SOON_S
+    is_over.set()
+    assert trickling is not None
+    trickling.join()
+    for each in (ours, theirs):
+        each.close()
 
 
 def another_certificate() -> str:
