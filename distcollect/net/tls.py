@@ -130,7 +130,12 @@ class TlsSocket:
         """Send of the buffers; after a BlockingIOError they have to be the same again."""
         with self._lock:
             if not self._unsent:
-                self._num_encrypted = sum(map(self._tls.write, front(buffers, _PIECE_BYTES)))
+                self._num_encrypted = 0
+                for piece in front(buffers, _PIECE_BYTES):
+                    num_written = self._tls.write(piece)
+                    self._num_encrypted += num_written
+                    if num_written < len(piece):  # as its documentation allows
+                        break
                 self._unsent = memoryview(self._outgoing.read())
             while self._unsent:
                 self._unsent = self._unsent[self._sock.send(self._unsent) :]
