@@ -450,7 +450,10 @@ class Prioritized(WrappedBuffer):
             raise ArgumentError("sample(): give batch_size here, or where the buffer is made")
         with self._lock:
             if not self._size:
-                raise CollectorStateError("this buffer has no frames to sample yet")
+                raise CollectorStateError(
+                    "this buffer has no frames to sample yet: call collector.next() first, or let "
+                    "sample() wait by RateLimited(this, samples_per_insert=..., min_size=...)"
+                )
             weights = self._weights[: self._size]
             sums = weights.cumsum(0)
             drawn = torch.rand(num, dtype=torch.float64) * sums[-1]
