@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"distcollect {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (module_name, about) in _COMMANDS.items():
-        command = commands.add_parser(name, help=about, description=about)
+        command = commands.add_parser(name, help=about, description=about, allow_abbrev=False)
         if given[:1] == [name]:
             module = importlib.import_module(f"distcollect.{module_name}")
             module.add_arguments(command)

@@ -412,7 +412,7 @@ class WeightSender:
         """Try again, or leave the worker out; ``owed``: until it has given this answer."""
         slot = push.receivers[worker_id]
         if isinstance(error, WorkerLost):
-            log.info("%s can't be reached: %r", slot_name(worker_id), error.__cause__)
+            log.info("%s can't be reached: %r", slot_name(worker_id), error.__cause__ or error)
             error = WorkerLost("can't be reached", worker_id=worker_id)
         with self._lock:
             left_out = self._slots.fail(

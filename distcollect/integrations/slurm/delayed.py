@@ -159,7 +159,7 @@ def _own_script() -> list[str]:
 
 
 def _submit(words: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="distcollect submit")
+    parser = argparse.ArgumentParser(prog="distcollect submit", allow_abbrev=False)
     submit.add_arguments(parser)
     if submit.run(parser.parse_args(words)) != 0:
         raise LaunchError("the trainer's job failed: its output is above, and in the run folder")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
 import shutil
@@ -101,7 +102,8 @@ def run(given: argparse.Namespace) -> int:
             f"{given.script} is not a file: name the training script, as seen from {Path.cwd()}"
         )
     name = given.name or script.stem
-    default = Path("runs", f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    # Several may be submitted in one second.
+    default = Path("runs", f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
     folder = RunFolder((given.run_folder or default).absolute())
     shortest = min(given.time, given.worker_time or given.time)
     if given.notice >= 60 * shortest:
