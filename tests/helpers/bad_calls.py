@@ -449,7 +449,9 @@ RUNNING: list[Row] = [
     (
         lambda: sync(
             create_env_fn=spaced(seen=np.full(3, np.nan, np.float32)),
-            policy=lambda observation: torch.distributions.Normal(observation[:, :1], 1.0),
+            policy=lambda observation: torch.distributions.Normal(
+                observation[:, :1], 1.0, validate_args=True
+            ),
         ),
         POLICY,
         r"given 'observation' \[1, 3\] float32 with NaN or infinity in it\)",

@@ -251,7 +251,9 @@ class Run:
     def acknowledged(self, worker_id: int) -> int:
         return self.has.get(worker_id, 0)
 
-    def publish(self, flat: torch.Tensor, version: int, worker_ids: Any) -> PushHandle:
+    def publish(
+        self, flat: torch.Tensor, version: int, worker_ids: Any, *, apart: bool
+    ) -> PushHandle:
         for worker_id in worker_ids:
             self.newest[worker_id] = version
             self.sent[worker_id].add(version)

@@ -82,8 +82,8 @@ def test_a_worker_that_starts_as_the_collector_closes_is_killed_at_once(
     closing = threading.Thread(target=collector.shutdown)
     was_killed = threading.Event()
 
-    def note_kill(self: WorkerHosts, worker_id: int, incarnation: int) -> None:
-        kill(self, worker_id, incarnation)
+    def note_kill(self: WorkerHosts, worker_id: int, incarnation: int, *why: str) -> None:
+        kill(self, worker_id, incarnation, *why)
         if incarnation == 1:
             was_killed.set()
 

@@ -30,4 +30,4 @@ def test_a_stray_connection_is_named_as_a_likely_cause(number: signal.Signals) -
     [title] = re.findall('"(.*)" on the page Security', text)
     assert f"\n## {title}\n" in page
     ended = Process(0, 0, 1, over_rpc=False, exit=ProcessExit(-number, 0))
-    assert str(ended.death).endswith(f"its process ended: killed by {number.name}")
+    assert str(ended.death(left=False)).endswith(f"its process ended: killed by {number.name}")
