@@ -86,7 +86,7 @@ def one_more(run: Callable[[int], object], few: int, many: int, threads: str = "
 @pytest.mark.parametrize(
     ("num_envs", "returns", "expected", "operations"),
     [
-        (1, "tensor", Work(11, 8, 526), 4),
+        (1, "tensor", Work(11, 8, 518), 4),
         (16, "tensor", Work(11, 8, 1215), 4),
         (1, "distribution", Work(16, 11, 710), 16),
         (16, "distribution", Work(16, 11, 1399), 16),
