@@ -321,9 +321,8 @@ class RemoteConnection(Connection):
         self._waker.close()
 
     def _send(self, request: Request, content: object) -> None:
-        rows = slice(request.first, request.first + request.num_rows)
         # Copied, as they are on their way for longer than this call.
-        arrays = [array[rows].copy() for array in self.inputs.values()]
+        arrays = [array[request.rows].copy() for array in self.inputs.values()]
         pickled = b"" if content is None else dumps(content)
         try:
             self._peer.send_packet(Packet(0, packing.pack((request, pickled, arrays))))
@@ -340,7 +339,6 @@ class RemoteConnection(Connection):
         if content is not None:
             self._learn(content, protocol.own_arrays)
         arrays = self.outputs if request.kind == Kind.CHOOSE else self.inputs
-        rows = slice(request.first, request.first + request.num_rows)
         for array, result in zip((arrays or {}).values(), results, strict=bool(results)):
-            array[rows] = result
+            array[request.rows] = result
         return answer, None

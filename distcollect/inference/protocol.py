@@ -121,6 +121,16 @@ class Request(NamedTuple):
     least: int = 0
     drawn: int = -1
 
+    @property
+    def rows(self) -> slice:
+        """The rows, for arrays."""
+        return slice(self.first, self.first + self.num_rows)
+
+    def overlaps(self, other: Request) -> bool:
+        """Return True if a row is in both."""
+        ends = self.first + self.num_rows, other.first + other.num_rows
+        return self.first < ends[1] and other.first < ends[0]
+
 
 class Answer(NamedTuple):
     """An answer.

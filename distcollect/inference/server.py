@@ -64,7 +64,7 @@ class _Group:
     def __init__(self, caller: Caller, most: int, policy: Callable[..., Any]) -> None:
         self.caller = caller
         self.most = most
-        self.observation = {leaf.key: leaf.zeros(most) for leaf in caller.observation}
+        self.observation = protocol.own_arrays(caller.observation, most)
         self._policy = policy
         self._by_size: dict[int, UserPolicy] = {}
 
@@ -149,9 +149,8 @@ class _RemoteClient(_Client):
         arrays: Arrays = {}
         if answer.status == Status.DONE:
             arrays = (self.outputs or {}) if request.kind == Kind.CHOOSE else self.inputs
-        rows = slice(request.first, request.first + request.num_rows)
         # Copied, as they are on their way for longer than this call.
-        results = [array[rows].copy() for array in arrays.values()]
+        results = [array[request.rows].copy() for array in arrays.values()]
         self.connection.send_packet(Packet(0, packing.pack((request, answer, content, results))))
 
 
@@ -162,16 +161,6 @@ class _Waiting:
     client: _Client
     request: Request
     since: int
-
-    @property
-    def numbers(self) -> range:
-        """Of the client's rows."""
-        return range(self.request.first, self.request.first + self.request.num_rows)
-
-    @property
-    def rows(self) -> slice:
-        """The same, for arrays."""
-        return slice(self.numbers.start, self.numbers.stop)
 
 
 class InferenceServer:
@@ -308,9 +297,8 @@ class InferenceServer:
         request, content, arrays = packing.unpack(packet.parts)
 
         def read() -> Any:
-            rows = slice(request.first, request.first + request.num_rows)
             for array, sent in zip(client.inputs.values(), arrays, strict=True):
-                array[rows] = sent
+                array[request.rows] = sent
             return pickle.loads(content) if content else None
 
         self._handle(client, request, read)
@@ -332,7 +320,7 @@ class InferenceServer:
         client, first = new.client, new.request.first
         for half in client.halves:  # the worker doesn't wait any more for what has the same rows
             old = self._waiting.get((client, half))
-            if old is not None and {*old.numbers}.intersection(new.numbers):
+            if old is not None and old.request.overlaps(new.request):
                 del self._waiting[client, half]
                 self._batching.gone((client, half))
         client.halves.add(first)
@@ -464,7 +452,7 @@ class InferenceServer:
             # As padding, what a policy can work with.
             array[:num_computed] = first.client.inputs[key][first.request.first]
             for each, rows in batch:
-                array[rows] = each.client.inputs[key][each.rows]
+                array[rows] = each.client.inputs[key][each.request.rows]
         if first.request.drawn >= 0:
             rng = PerEnvRng(arrays[STREAM.key])
         policy.draw_from(rng)
@@ -477,7 +465,7 @@ class InferenceServer:
                 self._make_outputs(each.client, policy)
             assert each.client.outputs is not None
             for target, result in zip(each.client.outputs.values(), results, strict=True):
-                target[each.rows] = result[rows]
+                target[each.request.rows] = result[rows]
         return -1 if rng is None else rng.num_drawn
 
     def _make_outputs(self, client: _Client, policy: UserPolicy) -> None:
