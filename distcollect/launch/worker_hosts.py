@@ -324,22 +324,26 @@ class WorkerHosts(JoinServerEvents):
 
     def _open_server(self, network: str, rank: int | None) -> None:
         """A host has workers: it gets a server, unless other ranks' hosts have them."""
-        ranks = self._server_ranks
-        if ranks is not None and (not ranks or rank in ranks):
+        if self._gives_server(rank):
             self._events.slot_opened(self._server_of(network))
 
     def remote_server(self, worker_id: int) -> int | None:
         """The slot of the inference server on another host that a worker asks; None: of its own."""
+        if not self._server_ranks:  # then each host has its own, or none has
+            return None
         with self._lock:
-            ranks = [s for _, s in sorted(self._supervisors.items()) if self._serves(s)]
-            networks = list(dict.fromkeys(supervisor.network for supervisor in ranks))
+            supervisors = [each for _, each in sorted(self._supervisors.items())]
+            serving = (each.network for each in supervisors if self._gives_server(each.rank))
+            networks = list(dict.fromkeys(serving))
             own = self._supervisors.get(worker_id)
             if not networks or own is None or own.network in networks:
                 return None
             return self._server_of(networks[worker_id % len(networks)])
 
-    def _serves(self, supervisor: _Supervisor) -> bool:
-        return supervisor.rank in (self._server_ranks or ())
+    def _gives_server(self, rank: int | None) -> bool:
+        """Return True if the host of a supervisor with this rank gets an inference server by it."""
+        ranks = self._server_ranks
+        return ranks is not None and (not ranks or rank in ranks)
 
     def _server_of(self, network: str) -> int:
         """The slot of a host's server."""
@@ -538,7 +542,7 @@ class WorkerHosts(JoinServerEvents):
         gone = ProcessExit(-1, 0, "the supervisor that started it is gone")
         for server, incarnation in filter(lambda key: is_server(key[0]), supervisor.running):
             self._events.exited(server, incarnation, gone)
-        if self._server_ranks is None or (self._server_ranks and not self._serves(supervisor)):
+        if not self._gives_server(supervisor.rank):
             return
         server = self._server_of(supervisor.network)
         with self._lock:
