@@ -125,7 +125,7 @@ class WeightSlots:
 
     def __init__(self) -> None:
         self._slots: dict[int, WeightSlot] = {}
-        self._latest: Publication | None = None
+        self._latest: Publication | None = None  # for workers that come
         self._first_version = 0  # that new processes start with
         self._generation = 0
         self._orders = itertools.count(1)
@@ -146,7 +146,8 @@ class WeightSlots:
         publication = Publication(
             handle.version, flat, handle, published_ns, order, apart, self._generation
         )
-        self._latest = publication
+        if not apart:
+            self._latest = publication
         for worker_id in handle.worker_ids:
             slot = self._slots.get(worker_id)
             if slot is None:
@@ -164,12 +165,11 @@ class WeightSlots:
         """A new process is in a slot; see :meth:`.WeightSender.welcome`."""
         before = self._slots.get(worker_id)
         slot = self._slots[worker_id] = WeightSlot(
-            worker_id, peer, acknowledged=self._first_version
+            worker_id, peer, self._latest, acknowledged=self._first_version
         )
         if before is not None:
             slot.newest, slot.handles = before.newest, before.handles
             before.state, before.peer = SendState.AWAY, None
-        slot.newest = slot.newest or self._latest
         if slot.newest is None:
             return 0
         # Its weights are older, even where versions were renumbered.
@@ -183,7 +183,7 @@ class WeightSlots:
         if slot is None:
             if not replaced:
                 return None
-            slot = self._slots[worker_id] = WeightSlot(worker_id, None)
+            slot = self._slots[worker_id] = WeightSlot(worker_id, None, self._latest)
         peer, slot.peer = slot.peer, None
         slot.acknowledged = slot.held = 0
         slot.state = SendState.AWAY

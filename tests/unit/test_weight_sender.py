@@ -185,6 +185,22 @@ def test_few_versions_and_what_is_apart_are_kept_as_they_are(
         assert world.sender.welcome(worker_id, 200 + worker_id) == 1 + worker_id
 
 
+def test_a_new_process_gets_no_weights_of_other_workers(make: Callable[[int], World]) -> None:
+    """One that replaces another gets what that one was to have, one of a new worker the newest."""
+    world = make(2)
+
+    def replaced(worker_id: int) -> int:
+        world.sender.forget(worker_id, replaced=True)
+        return world.sender.welcome(worker_id, 200 + worker_id)
+
+    world.publish(0, apart=True).wait(5)
+    assert (replaced(1), world.sender.welcome(2, 102)) == (0, 0)
+    world.publish(0, 2).wait(5)
+    assert (replaced(0), replaced(1), world.sender.welcome(3, 103)) == (2, 0, 2)
+    world.publish(3, apart=True).wait(5)
+    assert (replaced(2), replaced(3), replaced(4)) == (2, 3, 2)
+
+
 def test_one_that_falls_silent_in_a_group_does_not_scatter_the_others(
     make: Callable[[int], World],
 ) -> None:
