@@ -95,7 +95,7 @@ class Batch:
     Attributes:
         frames: of W rollouts, as :meth:`.BatchFormat.shaped` takes them, and then as they are
             delivered; None: all frames are collected, and no trajectory is whole.
-        headers: of the rollouts.
+        headers: of the rollouts; none for whole trajectories, whose frames were counted before.
         lag: the lags of the frames.
         age: their ages.
         settle: to be called once: with None when the user has the frames, with the cause when they
@@ -255,18 +255,12 @@ class Backend(ABC):
         Raises:
             CollectorStateError: another thread does, or this one does already.
         """
-        with self._lock:
-            if self._holder == threading.get_ident():
-                raise CollectorStateError(
-                    "this collector is making a batch already: take the next one not within "
-                    "postproc, a hook or the buffer's extend()"
-                )
-            if self._holder is not None:
-                raise CollectorStateError(
-                    "another thread waits for a batch of this collector: take all batches on one "
-                    "thread and pass them on, or let the threads take turns with a lock of yours"
-                )
-            self._holder = threading.get_ident()
+        if self._holder == threading.get_ident():
+            raise CollectorStateError(
+                "this collector is making a batch already: take the next one not within "
+                "postproc, a hook or the buffer's extend()"
+            )
+        self._begin_turn()
         try:
             self._stats_recorder.switch_to("assemble")
             if self.begin is not None:
@@ -278,6 +272,19 @@ class Backend(ABC):
 
     def __exit__(self, *error: object) -> None:
         self._stats_recorder.switch_to("train")
+        self._end_turn()
+
+    def _begin_turn(self) -> None:
+        with self._lock:
+            if self._holder is not None:
+                raise CollectorStateError(
+                    "another thread waits for a batch of this collector, or uses its envs and "
+                    "policy: take all batches on one thread and pass them on, or let the threads "
+                    "take turns with a lock of yours"
+                )
+            self._holder = threading.get_ident()
+
+    def _end_turn(self) -> None:
         with self._lock:
             self._holder = None
             self._lock.notify_all()
@@ -343,7 +350,7 @@ class Backend(ABC):
             settle, batch.settle = batch.settle, None
             if settle is not None:
                 settle(cause)
-                if cause is None:
+                if cause is None and batch.headers:
                     self._gaps.delivered()
                     self._count(batch.headers, batch.lag, batch.age)
 
@@ -454,9 +461,12 @@ class Backend(ABC):
             more = trajectories.num_whole > num_before
             if timeout_s is None and (more or not self._options.reset_at_each_iter):
                 deadline = time.monotonic() + limit_s
-        frames = self._processed(trajectories.first())
-        trajectories.drop_first()
-        return Batch(frames)
+
+        def settle(cause: str | None) -> None:
+            if cause is None:
+                trajectories.drop_first()
+
+        return Batch(self._processed(trajectories.first()), settle=settle)
 
     def is_over(self) -> bool:
         """Return True if ``total_frames`` are collected; then no time counts any more."""

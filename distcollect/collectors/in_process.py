@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -190,6 +191,11 @@ class InProcess(Backend):
                 "worker_ids is given, but this collector has no weight updater and no workers: it "
                 "steps its envs itself; leave worker_ids out"
             )
+        is_apart = self._background is not None
+        with contextlib.nullcontext() if is_apart else self._alone():
+            self._publish_here(weights)
+
+    def _publish_here(self, weights: Weights | None) -> None:
         live = self.engine.weights
         own = published(self._plan.policy, self._plan.models)
         if weights is None and self.policy is not self._plan.policy:
@@ -237,7 +243,8 @@ class InProcess(Backend):
     def seed(self, seed: int, static_seed: bool) -> int:
         unused = env_seed(seed, self.layout.num_envs, stream=Stream.NEXT_COLLECTOR)
         self._seeded = seed, static_seed, self._num_rollouts
-        _seed_engine(self.engine, seed, static_seed)
+        with self._alone():
+            _seed_engine(self.engine, seed, static_seed)
         if self.engine.next_seed is None:
             return unused
         return seed if static_seed else self.engine.next_seed
@@ -264,9 +271,23 @@ class InProcess(Backend):
 
     def _paused(self, timeout_s: float) -> AbstractContextManager[None]:
         """Within, the thread that collects in the background waits."""
-        if self._background is None:
-            return contextlib.nullcontext()
-        return self._background.paused(timeout_s)
+        return self._alone() if self._background is None else self._background.paused(timeout_s)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Within, no other thread makes a batch.
+
+        Raises, on entering:
+            CollectorStateError: another thread does.
+        """
+        if self._holder == threading.get_ident():  # a hook, postproc or the user's buffer
+            yield
+            return
+        self._begin_turn()
+        try:
+            yield
+        finally:
+            self._end_turn()
 
     def resume(self, version: int, first_traj_id: int) -> None:
         self._version = self.engine.weights.version = version

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.loopback_pool import loopback_collector
+from helpers.policies import ConstantPolicy
 from helpers.replay_buffers import KeepingBuffer
 from helpers.waiting import eventually
 from tensordict import NonTensorStack, TensorDict
@@ -267,6 +268,39 @@ def test_a_reset_or_a_seed_drops_trajectories_that_were_not_delivered(kind: Any,
         # Whole ones wait, and the third of each env has begun.
         call(collector)
         assert collector.next()["observation"][0, :, 1].tolist() == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("call", "num_abandoned"),
+    [
+        (lambda collector: collector.update_policy_weights_(), 0),
+        (lambda collector: collector.set_seed(0), T),
+    ],
+    ids=["new weights", "a seed"],
+)
+def test_trajectories_that_the_buffer_did_not_take_are_added_later_or_counted(
+    call: Any, num_abandoned: int
+) -> None:
+    class Full(KeepingBuffer):
+        is_full = True
+
+        def extend(self, data: TensorDict) -> None:
+            if self.is_full:
+                raise OSError("no space left")
+            super().extend(data)
+
+    buffer = Full()
+    kind = {"trajs_per_batch": 1, "replay_buffer": buffer, "policy": ConstantPolicy()}
+    with make(dc.SyncDataCollector, Maker(T), num_envs=1, **kind) as collector:
+        with pytest.raises(OSError, match="no space left"):
+            collector.next()
+        call(collector)
+        buffer.is_full = False
+        for _ in range(3):
+            collector.next()
+        assert [len(data) for data in buffer.added] == [T] * 3
+        assert collector.abandoned_frames == num_abandoned
+        assert collector.frames == 3 * T + num_abandoned
 
 
 def test_the_first_trajectories_after_a_seed_are_whole() -> None:

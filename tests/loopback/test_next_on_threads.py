@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from helpers.envs import StepCountEnv
 from helpers.loopback_pool import loopback_collector
 from helpers.replay_buffers import KeepingBuffer
@@ -38,6 +39,16 @@ def in_process(**options: Any) -> dc.DataCollectorBase:
 
 def with_workers(**options: Any) -> dc.DataCollectorBase:
     return loopback_collector(GatedEnv, frames_per_batch=4, num_workers=1, **options)
+
+
+class GreedyStep(torch.nn.Linear):
+    """Acts by the step that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 2)
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        return super().forward(observation.float().reshape(-1, 1)).argmax(-1)
 
 
 @pytest.fixture(autouse=True)
@@ -71,6 +82,29 @@ def test_a_second_thread_is_refused_at_once(collector: dc.DataCollectorBase) -> 
         _may_step.set()
         batches = [first.result(_SOON_S), collector.next()]  # now it is this thread's turn
     assert [step for batch in batches for step in batch["observation"].flatten()] == [*range(8)]
+
+
+def test_envs_and_policy_of_this_process_are_for_one_thread_at_a_time() -> None:
+    """Frames would have another policy_version, and an evaluation change the policy's buffers."""
+    with in_process(policy=GreedyStep()) as collector, ThreadPoolExecutor(1) as threads:
+        first = waiting_in(collector.next, threads)
+        for call in (
+            collector.update_policy_weights_,
+            lambda: collector.evaluate(1),
+            lambda: collector.call("close"),
+            lambda: collector.set_seed(0),
+        ):
+            with pytest.raises(dc.CollectorStateError, match="or uses its envs and policy"):
+                call()
+        _may_step.set()
+        first.result(_SOON_S)
+        evaluation = waiting_in(lambda: collector.evaluate(1), threads)
+        with pytest.raises(dc.CollectorStateError, match="or uses its envs and policy"):
+            collector.next()
+        _may_step.set()
+        evaluation.result(_SOON_S)
+        assert collector.update_policy_weights_() is None
+        assert set(collector.next()["collector", "policy_version"].tolist()) == {1}
 
 
 def test_a_thread_whose_wait_failed_leaves_the_collector_to_others() -> None:
