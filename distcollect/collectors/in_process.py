@@ -28,7 +28,7 @@ from distcollect.collectors.pickling import copied
 from distcollect.common import checks, signals
 from distcollect.common.forks import Owner
 from distcollect.common.peer_ids import identity
-from distcollect.common.seeding import Stream, env_seed, process_seeds
+from distcollect.common.seeding import ENVS_PER_TRAINER, Stream, env_seed, process_seeds
 from distcollect.engine.base import EngineBase
 from distcollect.engine.build import build_engine, build_engine_for
 from distcollect.engine.evaluator import Evaluator
@@ -327,5 +327,6 @@ def _close_at_exit(reference: weakref.ref[InProcess]) -> None:
 
 
 def _seed_engine(engine: EngineBase, seed: int, static_seed: bool) -> None:
-    envs, as_torchrl = range(engine.layout.num_envs), engine.layout.is_torchrl
+    first, as_torchrl = identity().trainer * ENVS_PER_TRAINER, engine.layout.is_torchrl
+    envs = range(first, first + engine.layout.num_envs)
     engine.seed(*process_seeds(seed, envs, 0, static=static_seed, as_torchrl=as_torchrl))

@@ -21,7 +21,7 @@ from distcollect.collectors.options import WorkerOptions
 from distcollect.collectors.user_code import without_stop
 from distcollect.common import signals
 from distcollect.common.peer_ids import identity
-from distcollect.common.seeding import Stream, env_seed, next_seed
+from distcollect.common.seeding import ENVS_PER_TRAINER, Stream, env_seed, next_seed
 from distcollect.engine.pickled_plan import PickledPlan
 from distcollect.errors import BatchTimeout, WorkerError, WorkerLost, is_server
 from distcollect.policy.weight_layout import published
@@ -44,7 +44,6 @@ from distcollect.weights.updaters import UpdaterContext
 
 log = logging.getLogger(__name__)
 
-_ENVS_PER_TRAINER = 1 << 24
 # For the backend to close, beside Faults.stop_timeout_s.
 _CLOSING_LIMIT_S = 60.0
 
@@ -199,7 +198,7 @@ class WithWorkers(Backend):
             deadline_s=options.batch_deadline_s,
             reserved=frozenset(options.evaluating),
             in_turn=options.reproducible,
-            first_env=identity().trainer * _ENVS_PER_TRAINER,
+            first_env=identity().trainer * ENVS_PER_TRAINER,
         )
 
     @property

@@ -11,6 +11,10 @@ import numpy as np
 from distcollect.errors import ArgumentError, ArgumentTypeError
 
 
+# The envs of trainer t are counted from t times this.
+ENVS_PER_TRAINER = 1 << 24
+
+
 class Stream(enum.IntEnum):
     """Purposes of seeds; seeds of different streams are independent."""
 
@@ -68,11 +72,12 @@ def process_seeds(
         incarnation: number of the process in the worker's slot, counted from 0; each gets other
             seeds than the one before.
         static: all envs get the same env seed.
-        as_torchrl: env i gets the i-th seed of TorchRL's chain; one of a replacement doesn't.
+        as_torchrl: env i gets the i-th seed of TorchRL's chain; not one of a replacement or of a
+            second trainer, which TorchRL does not have.
     """
     stream = Stream.REPLACED + 2 * incarnation if incarnation else 0
     indices = [0 if static else env for env in envs]
-    if as_torchrl and not incarnation:
+    if as_torchrl and not incarnation and envs.start < ENVS_PER_TRAINER:
         env_seeds = [next_seed(seed, index) for index in indices]
     else:
         env_seeds = [env_seed(seed, index, stream=stream) for index in indices]

@@ -91,18 +91,18 @@ def test_envs_and_policy_of_this_process_are_for_one_thread_at_a_time() -> None:
         for call in (
             collector.update_policy_weights_,
             lambda: collector.evaluate(1),
-            lambda: collector.call("close"),
+            lambda: collector.call("step", 0),
             lambda: collector.set_seed(0),
         ):
             with pytest.raises(dc.CollectorStateError, match="or uses its envs and policy"):
                 call()
         _may_step.set()
         first.result(_SOON_S)
-        evaluation = waiting_in(lambda: collector.evaluate(1), threads)
+        answer = waiting_in(lambda: collector.call("step", 0), threads)
         with pytest.raises(dc.CollectorStateError, match="or uses its envs and policy"):
             collector.next()
         _may_step.set()
-        evaluation.result(_SOON_S)
+        answer.result(_SOON_S)
         assert collector.update_policy_weights_() is None
         assert set(collector.next()["collector", "policy_version"].tolist()) == {1}
 

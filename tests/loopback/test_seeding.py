@@ -18,6 +18,8 @@ from helpers.loopback_pool import loopback_collector
 from helpers.waiting import eventually
 
 import distcollect as dc
+from distcollect.common.peer_ids import Identity
+from distcollect.common.seeding import ENVS_PER_TRAINER, process_seeds
 
 STEPS = 50
 SOON_S = 60
@@ -137,6 +139,31 @@ class SeededOnce(gym.Wrapper[Any, Any, Any, Any]):
     def reset(self, **_kwargs: Any) -> Any:
         seed, self.seed = self.seed, None
         return self.env.reset(seed=seed)
+
+
+@pytest.mark.parametrize("has_workers", [False, True])
+def test_each_trainer_has_episodes_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, has_workers: bool
+) -> None:
+    def first_batch(trainer: int) -> torch.Tensor:
+        own = Identity("run", trainer, num_trainers=2)
+        monkeypatch.setattr("distcollect.common.peer_ids._identity", own)
+        kind: Any = loopback_collector if has_workers else dc.SyncDataCollector
+        options: dict[str, Any] = {"num_workers": 1} if has_workers else {}
+        with kind(RandomEnv, RandomPolicy(), frames_per_batch=STEPS, **options) as collector:
+            collector.set_seed(7)
+            return collector.next(SOON_S)["env_own"].clone()
+
+    first, second = first_batch(0), first_batch(1)
+    assert torch.equal(first, first_batch(0))
+    assert not torch.equal(first, second)
+
+
+def test_a_second_trainer_does_not_walk_torchrls_chain_to_its_envs() -> None:
+    """They are counted from some millions on; it takes microseconds for each of them."""
+    first = ENVS_PER_TRAINER
+    seeds = process_seeds(3, range(first, first + 2), 0, static=False, as_torchrl=True)
+    assert seeds == process_seeds(3, range(first, first + 2), 0, static=False)
 
 
 def test_a_port_from_gymnasiums_vector_env_keeps_its_trajectories() -> None:
