@@ -295,7 +295,7 @@ class Stats(_Figures, dict[str, Any]):
         num_cores: number of cores that workers may keep busy on their hosts; 0 if unknown.
         inference_choice: what ``Inference("auto")`` chose, and why.
         ended: whether it was shut down.
-        workers: statistics of each worker, by worker_id.
+        workers: statistics of each worker, by worker_id; lost ones, and those that left, stay.
         num_batches: number of batches collected.
         frames_per_batch: number of frames in each batch.
     """
