@@ -293,9 +293,11 @@ class Stats(_Figures, dict[str, Any]):
         in_process: whether the collector steps its envs itself.
         has_weights: whether there are weights that can be published to workers.
         num_cores: number of cores that workers may keep busy on their hosts; 0 if unknown.
+        load: how many threads beside the trainer's wanted one of these cores in the last minute; 0
+            if the workers are on other hosts.
         inference_choice: what ``Inference("auto")`` chose, and why.
         ended: whether it was shut down.
-        workers: statistics of each worker, by worker_id.
+        workers: statistics of each worker, by worker_id; lost ones, and those that left, stay.
         num_batches: number of batches collected.
         frames_per_batch: number of frames in each batch.
     """
@@ -316,6 +318,7 @@ class Stats(_Figures, dict[str, Any]):
     in_process: bool = False
     has_weights: bool = False
     num_cores: int = 0
+    load: float = 0.0
     inference_choice: str = ""
     ended: bool = False
     workers: Mapping[int, WorkerStats] = field(default_factory=dict)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from tensordict import TensorDict
 from torch import nn
 
@@ -25,6 +26,7 @@ from distcollect.collectors.validation import num_steps
 from distcollect.common import checks
 from distcollect.common.waiting import wait_for
 from distcollect.errors import ArgumentError, BatchTimeout, CollectorStateError, DeadlineError
+from distcollect.launch.cpu_placement import load
 from distcollect.policy.normalize import Statistics
 from distcollect.policy.weight_layout import WeightLayout, state_tensors
 from distcollect.pool.publisher import Weights, WorkerIds
@@ -138,6 +140,7 @@ class Backend(ABC):
     unpublished: UnpublishedChanges | None = None
     publishing_outdates: bool = True
     begin: Callable[[], None] | None = None
+    _load: float | None = None
     statistics: Statistics | None = None
     evaluations: Sequence[Evaluation] = ()
 
@@ -164,6 +167,12 @@ class Backend(ABC):
             _with_buffer.add(self)
         if options.trajs_per_batch is not None:
             self._trajectories = WholeTrajectories(options)
+
+    def _load_of(self, num_cores: int, known: Stats) -> float:
+        """See :attr:`.Stats.load`; after the end it stays as it was then."""
+        if self._load is None or not known.ended:
+            self._load = load(num_cores, torch.get_num_threads())
+        return self._load
 
     def _use_layout(self, layout: Layout) -> None:
         """Make batches of rollouts of this layout.

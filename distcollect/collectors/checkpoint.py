@@ -10,7 +10,9 @@ import os
 import random
 import re
 import shutil
+import socket
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
@@ -23,7 +25,7 @@ from distcollect.collectors.base import DataCollectorBase
 from distcollect.collectors.batches import adding_nothing
 from distcollect.collectors.replay import ReplayBuffer
 from distcollect.common import checks, signals
-from distcollect.common.files import draft_of, replacing
+from distcollect.common.files import draft_of, hold, replacing
 from distcollect.common.peer_ids import identity
 from distcollect.errors import (
     ArgumentError,
@@ -43,6 +45,8 @@ _NO_RESULT: _Result = (False, -math.inf)
 # Between two looks whether SLURM has started the trainer again elsewhere: a file on a shared disk.
 _CHECK_START_S = 10.0
 _ADDING_S = 60.0  # for a batch that is being added to a buffer
+_made: list[weakref.ref[Checkpoint]] = []  # in this process
+os.register_at_fork(after_in_child=_made.clear)
 
 
 class Stateful(Protocol):
@@ -75,7 +79,10 @@ class Checkpoint:
 
     Part of each file is the state of the random numbers of torch, numpy and Python in this process.
 
-    Of several objects of this class in a process, a signal saves only the newest.
+    Of several objects of this class in a process, a signal saves each; of those with the same path,
+    the newest.
+
+    While a process has a path, another one of the same host can neither load nor save there.
 
     With several trainers, the first one saves and all of them load; the others keep their own
     random numbers.
@@ -158,6 +165,8 @@ class Checkpoint:
         self._saved_at = self._start_checked_at = time.monotonic()
         self._saved_end = False  # whether all frames were collected when it last saved
         self._file_checked = False  # whether an earlier run's file was loaded, or is known to miss
+        _made[:] = [each for each in _made if each() is not None]
+        _made.append(weakref.ref(self))
         signals.watch(self._save_and_exit, ctrl_c=save_on_ctrl_c)
 
     def load(self, path: str | os.PathLike[str] | None = None) -> bool:
@@ -174,7 +183,9 @@ class Checkpoint:
 
         Raises:
             ArgumentError: the file can't be read, has other parts, or doesn't fit them.
+            CollectorStateError: another process of this host uses ``path``.
         """
+        self._hold()
         self._file_checked = True
         path = self.path if path is None else Path(path)
         if not path.exists():
@@ -216,7 +227,8 @@ class Checkpoint:
         """Save now; a file gets its name once it is complete, and replaces an existing one then.
 
         Raises:
-            CollectorStateError: there is a file of an earlier run, and :meth:`load` was not called.
+            CollectorStateError: there is a file of an earlier run, and :meth:`load` was not called;
+                or another process of this host uses ``path``.
             ArgumentTypeError: a part's state couldn't be loaded again.
             DeadlineError: a part is a replay buffer, and a collector's ``extend()`` does not end.
             LaunchError: SLURM has started the trainer again on another host, so that this process
@@ -248,6 +260,7 @@ class Checkpoint:
             "random": _random_states(),
         }
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._hold()
         try:
             with replacing(self.path) as file:
                 torch.save(saved, file)
@@ -263,6 +276,19 @@ class Checkpoint:
         if best_result > self._best_result:
             _link(self.path, self.best_path)
         self._best_result = best_result
+
+    def _hold(self) -> None:
+        """Have no other process use the path. In a run folder :meth:`_check_start` does that."""
+        if self._folder is not None or identity().trainer != 0:
+            return
+        pid, host = hold(self.path)
+        if host == socket.gethostname():
+            raise CollectorStateError(
+                f"Checkpoint({str(self.path)!r}): process {pid} uses it now: end that process, or "
+                "give this run another path"
+            )
+        if host:  # which may be down, on a file system that doesn't know that yet
+            log.warning("process %s on %s seems to use %s too", pid, host, self.path)
 
     def _is_over(self) -> bool:
         """Return True if the collectors have delivered all their frames."""
@@ -340,8 +366,13 @@ class Checkpoint:
 
     def _save_and_exit(self) -> None:
         signals.begin_end()
-        self.save()
-        log.warning("%s told this process to end: saved %s", signals.requested_signal(), self.path)
+        made = {each.path.resolve(): each for ref in _made if (each := ref()) is not None}
+        made[self.path.resolve()] = self
+        with contextlib.ExitStack() as saving:  # all, also if one can't
+            for each in made.values():
+                saving.callback(each.save)
+        paths = ", ".join(str(each.path) for each in made.values())
+        log.warning("%s told this process to end: saved %s", signals.requested_signal(), paths)
         signals.end()
 
 

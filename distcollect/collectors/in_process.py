@@ -113,9 +113,16 @@ class InProcess(Backend):
 
     def _snapshot(self, known: Stats) -> Stats:
         counts = self.engine.counter
+        cores = num_cores()
         frames = Frames(counts.stepped, lost=dict(counts.lost), env_faults=counts.env_faults)
         return self._stats_recorder.snapshot(
-            replace(known, sync=True, in_process=True, num_cores=num_cores()),
+            replace(
+                known,
+                sync=True,
+                in_process=True,
+                num_cores=cores,
+                load=self._load_of(cores, known),
+            ),
             states={0: WorkerState.READY.value if not known.ended else WorkerState.LEFT.value},
             processes={0: (os.getpid(), socket.gethostname())},
             ready={},

@@ -39,6 +39,7 @@ class Resumption:
             "next_traj_id": identity().next_traj_id,
             "seed": self.seed,
             "resumes": self._resumes,
+            "entries": self._entries(),
         }
         if backend.statistics is not None:
             state["normalizer"] = backend.statistics.state_dict()
@@ -48,6 +49,11 @@ class Resumption:
                 own["policy_state_dict"] = backend.policy.state_dict()
             state |= own | {f"worker{each}": dict(own) for each in worker_ids}
         return state
+
+    def _entries(self) -> dict[str, str]:
+        """What a frame has of its env: name to shape and dtype."""
+        layout = self._backend.layout
+        return {".".join(leaf.key): str(leaf) for leaf in (*layout.state, *layout.action)}
 
     def load(self, state: Mapping[str, Any], set_seed: Callable[[int, bool], object]) -> None:
         """See :meth:`.DataCollectorBase.load_state_dict`."""
@@ -61,6 +67,14 @@ class Resumption:
             raise ArgumentError(
                 f"this is no state of a collector (format {_FORMAT}): {str(state)[:100]}; "
                 "give what state_dict() returned"
+            )
+        saved, present = dict(state.get("entries", {})), self._entries()
+        differing = [key for key in saved if present.get(key, saved[key]) != saved[key]]
+        if differing:
+            raise ArgumentError(
+                f"the state is of frames with {', '.join(saved[key] for key in differing)}, this "
+                f"collector's have {', '.join(present[key] for key in differing)}: make the envs "
+                "as they were then, or give another state"
             )
         # What an interrupted load has published doesn't count.
         if state["policy_version"] < backend.policy_version and not self._is_loading:

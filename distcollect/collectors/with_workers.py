@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
+import socket
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -210,14 +211,16 @@ class WithWorkers(Backend):
         return self._options.policy
 
     @property
-    def _num_cores(self) -> int:
-        """How many cores the workers' hosts have for them; 0 if that is unknown."""
+    def _cores(self) -> dict[str, set[int]]:
+        """The cores that the workers' hosts have for them, as far as that is known."""
         cores: defaultdict[str, set[int]] = defaultdict(set)
         for info in self.workers.worker_infos.values():
             cores[info.host].update(info.cores)
-        return sum(map(len, cores.values()))
+        return cores
 
     def _snapshot(self, known: Stats) -> Stats:
+        cores = self._cores
+        num_cores, are_here = sum(map(len, cores.values())), {*cores} == {socket.gethostname()}
         states = {w: state.value for w, state in self.workers.states.items()}
         if known.ended:
             states = dict.fromkeys(states, WorkerState.LEFT.value)
@@ -226,7 +229,8 @@ class WithWorkers(Backend):
                 known,
                 sync=self._options.sync,
                 has_weights=self._has_weights,
-                num_cores=self._num_cores,
+                num_cores=num_cores,
+                load=self._load_of(num_cores, known) if are_here else 0.0,
                 inference_choice=self._options.chosen_inference[1],
             ),
             states=states,

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -55,9 +57,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         parsed.refuse(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     try:
         status: int = parsed.run(parsed)
+        print(end="", flush=True)
     except DistCollectError as error:
         print(f"distcollect: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return INTERRUPTED
+    except BrokenPipeError:  # who reads the pipe has seen enough, as head has
+        if parsed.command == "run":
+            raise  # it may be the script's
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is still to be written
+        return 128 + signal.SIGPIPE
     return status

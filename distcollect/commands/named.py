@@ -10,7 +10,7 @@ import inspect
 import io
 import warnings
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -120,9 +120,11 @@ def named_policy(given: str | None, weights: Path | None = None, *, trust: bool)
             return NamedPolicy(partial(Scripted, data), identity)
         policy = _unpickled(given, data, trust=trust)
     if not callable(policy):
+        remedy = "name a module or function from observations to actions"
+        if isinstance(policy, Mapping):
+            remedy = f"if these are weights: --policy MODULE:NAME --weights {given}"
         raise ArgumentError(
-            f"--policy {given}: {policy!r:.100} can't be called, so it is no policy; name a module "
-            "or function from observations to actions"
+            f"--policy {given}: {policy!r:.100} can't be called, so it is no policy; {remedy}"
         )
     return NamedPolicy(partial(_with_state, policy, module_of(policy)), identity)
 
@@ -184,7 +186,10 @@ def _unpickled(file: str, data: bytes, *, trust: bool) -> Any:
             "--trust-policy if you know where it comes from, or save the policy by torch.jit.save. "
             f"Weights alone go with the policy's code: --policy MODULE:NAME --weights {file}"
         )
-    remedy = "the modules that define it must be importable from here"
+    remedy = (
+        "the modules that define it must be importable from here; if that is '__main__', move its "
+        "class from the script to a module, and save it again"
+    )
     with refusing(f"--policy {file} can't be loaded", remedy, Exception):
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
 

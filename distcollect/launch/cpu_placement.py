@@ -116,6 +116,12 @@ def num_cores() -> int:
     return Host.inspect().num_cores
 
 
+def load(num_cores: int, num_threads: int) -> float:
+    """How many threads, beside ``num_threads``, wanted one of these cores in the last minute."""
+    num_others = (os.cpu_count() or num_cores) - num_cores  # which may be busy too
+    return max(0.0, os.getloadavg()[0] - num_others - num_threads)
+
+
 def read_cores(text: str) -> tuple[int, ...]:
     """The cores in a list as the kernel writes it: "0-2,8" gives 0, 1, 2, 8."""
     cores: list[int] = []

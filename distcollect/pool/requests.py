@@ -12,6 +12,7 @@ of these states it may be GIVEN_UP.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from itertools import chain
@@ -33,7 +34,11 @@ from distcollect.rollout.header import Header
 from distcollect.rollout.layout import Tensors
 from distcollect.transport.protocol import CollectRequest, Offer
 
+log = logging.getLogger(__name__)
+
 _R = RolloutState
+# Dropped rollouts of one version after which a worker is taken to get no newer weights.
+_STUCK = 10
 _SETTLED = (_R.DELIVERED, _R.GIVEN_UP)
 
 
@@ -82,6 +87,7 @@ class Requests:
         self._throughput: dict[int, WorkerThroughput] = {}
         # (worker_id, incarnation) of a process that is gone: frames of its unanswered requests.
         self._unaccounted: dict[tuple[int, int], int] = {}
+        self._stuck: dict[int, tuple[int, int]] = {}  # by worker_id: a version, how many were stale
 
     # Where rollouts are.
 
@@ -270,7 +276,7 @@ class Requests:
         if header is not None:
             self.ledger.lose(*origin(header), cause)
             if cause == "stale":
-                self.stale_frames[request.worker_id] += header.num_frames
+                self._note_stale(request, header.num_frames)
         if request.offer is not None:
             request.offer.decline()
         request.offer = request.tensors = None
@@ -279,6 +285,22 @@ class Requests:
         self.ask_again()
         if self._pacer is not None:
             self._pacer.given_up(request)
+
+    def _note_stale(self, request: RolloutRequest, num_frames: int) -> None:
+        """Count it; warn once of a worker whose rollouts are all too old."""
+        worker_id, version = request.worker_id, request.version
+        self.stale_frames[worker_id] += num_frames
+        before, count = self._stuck.get(worker_id, (version, 0))
+        if count < _STUCK:
+            count = count + 1 if before == version else 1
+            self._stuck[worker_id] = version, count
+            if count == _STUCK:
+                log.warning(
+                    "%d rollouts of worker %d were dropped as too old: it still has version %d of "
+                    "the weights. Does its WeightUpdater leave it out? "
+                    "update_policy_weights_(...).left_out says why a worker does not get them",
+                    *(_STUCK, worker_id, version),
+                )
 
     def is_stale(self, request: RolloutRequest, bound: Staleness) -> bool:
         """Return True if it waits for delivery and is older than ``bound`` allows."""

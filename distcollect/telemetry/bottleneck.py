@@ -233,8 +233,17 @@ def _on_lag(stats: Stats) -> str:
     )
 
 
+def _others(stats: Stats) -> int:
+    """How many of these cores other processes than those of this run keep busy."""
+    num_workers = 0 if stats.in_process else len(_collecting(stats))
+    return max(0, min(stats.num_cores, round(stats.load) - num_workers))
+
+
 def _room(stats: Stats) -> float:
     """How many more workers the cores of the workers' hosts can keep up with; infinity: any."""
+    if others := _others(stats):
+        num_workers = 0 if stats.in_process else len(_collecting(stats))
+        return max(0, stats.num_cores - others - num_workers)
     if not stats.num_cores or stats.times.cpu < _BUSY_CPU:
         return math.inf
     each = stats.times.cpu * (1 - stats.times.wait)  # cores that a worker keeps busy
@@ -254,8 +263,11 @@ def _on_workers(wanted: float, stats: Stats, rest: float | None) -> str:
     if not wanted:
         return "More workers would not help."
     if not more:
+        others = _others(stats)
+        by = f", about {others} of them with other processes" if others else ""
         return (
-            f"More workers would help on other hosts only: these {stats.num_cores} cores are busy."
+            f"More workers would help on other hosts only: these {stats.num_cores} cores are busy"
+            f"{by}."
         )
     count = "many" if more == math.inf else f"about {more:.0f}"
     workers = "worker" if count == "about 1" else "workers"

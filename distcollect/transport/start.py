@@ -48,12 +48,12 @@ def chosen(wanted: str | None, default: str = RPC) -> str:
     try:
         missing: list[str] = _rpc("rpc_agents").missing_symbols()
     except ImportError as error:
-        missing = [str(error)]
+        missing = [f"RPC ({error})"]
     if not missing:
         return RPC
     if value == RPC:
         raise ArgumentError(f"{name}: this torch lacks {', '.join(missing)}; use {TCP!r}")
-    log.info("transport='tcp', as this torch lacks what its RPC needs: %s", ", ".join(missing))
+    log.info("transport='tcp', as this torch lacks %s", ", ".join(missing))
     return TCP
 
 

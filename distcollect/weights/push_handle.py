@@ -15,7 +15,8 @@ class PushHandle:
 
     Attributes:
         version: the policy_version that is being sent.
-        worker_ids: the workers that it is sent to.
+        worker_ids: the workers that it is sent to; in place of those that an inference server
+            serves, the server: 1048576 plus its number.
         timings: how long the push took, in seconds; empty before it was sent: "ready_s" until the
             workers were ready, "transfer_s" for the weights, "acknowledge_s" until the last had
             acknowledged, "total_s" since the publication. Stays empty if a newer version was sent

@@ -99,9 +99,38 @@ dc.checkpoint.save()
 def test_the_drafts_of_killed_processes_are_removed(tmp_path: Path) -> None:
     path = tmp_path / "c.pt"
     assert run_python("-c", KILLED, path, timeout_s=60).returncode == -signal.SIGKILL
-    [left] = tmp_path.iterdir()
+    lock = path.with_name(".c.pt.lock")
+    [left] = {*tmp_path.iterdir()} - {lock}
     others = [left.with_suffix(f".{os.getppid()}"), left.with_name(f".c.pt.elsewhere{left.suffix}")]
     for each in others:
         each.touch()
     dc.Checkpoint(path, progress={}).save()
-    assert {*tmp_path.iterdir()} == {path, *others}
+    assert {*tmp_path.iterdir()} == {path, lock, *others}
+
+
+USES = """
+import sys, distcollect as dc
+dc.Checkpoint(sys.argv[1], progress={}).load()
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_two_runs_can_not_use_one_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "c.pt"
+    with subprocess.Popen(
+        [sys.executable, "-c", USES, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"held\n"
+        checkpoint = dc.Checkpoint(path, progress={})
+        for use in (checkpoint.load, checkpoint.save):
+            with pytest.raises(dc.CollectorStateError, match=f"process {other.pid} uses it"):
+                use()
+        assert not path.exists()
+        with monkeypatch.context() as elsewhere:  # as on a host that may be down
+            elsewhere.setattr("socket.gethostname", lambda: "elsewhere")
+            assert not checkpoint.load()
+        other.kill()
+    checkpoint.save()
+    assert dc.Checkpoint(path, progress={}).load(), "this process has it already"

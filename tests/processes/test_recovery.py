@@ -392,9 +392,11 @@ def test_a_worker_joins_a_running_trainer_and_leaves_with_it(
     assert marked.gone(END_S), marked.left()
 
 
-@pytest.mark.parametrize("closes", [True, False])
+@pytest.mark.parametrize(
+    ("closes", "ends"), [(True, "raise ValueError"), (False, "raise ValueError"), (True, "exit(1)")]
+)
 def test_the_exit_status_of_a_worker_that_joined_a_run_that_fails(
-    marked: Marked, token_file: Path, port: int, closes: bool
+    marked: Marked, token_file: Path, port: int, closes: bool, ends: str
 ) -> None:
     script = f"""
 import contextlib, distcollect as dc
@@ -403,7 +405,7 @@ collector = dc.RPCDataCollector("CartPole-v1", frames_per_batch=40, num_workers=
 with collector if {closes} else contextlib.nullcontext():
     while collector.num_workers < 2:
         collector.next()
-    raise ValueError("of the user's")
+    {ends}
 """
     trainer = subprocess.Popen([sys.executable, "-c", script])
     joined = join(port)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -114,3 +115,21 @@ def test_modules_beside_the_script(tmp_path: Path, *, knows_folder: bool) -> Non
         assert trainer.returncode == 1
     # It tells the workers, too.
     worker.communicate(timeout=60)
+
+
+def test_a_reader_that_has_seen_enough(tmp_path: Path) -> None:
+    """As in ``distcollect submit --dry-run | head``."""
+    script = tmp_path / "train.py"
+    script.touch()
+    command = ["submit", "--dry-run", "--trust-folder", "--run-folder", tmp_path / "run", script]
+    with subprocess.Popen(
+        [sys.executable, "-m", "distcollect", *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as shown:
+        assert shown.stdout is not None
+        assert shown.stderr is not None
+        shown.stdout.close()
+        assert "Pipe" not in shown.stderr.read()
+        assert shown.wait(100) == 128 + signal.SIGPIPE

@@ -146,6 +146,16 @@ def test_cores_limit_what_computes(num_cores: int, more: int, says: str) -> None
     assert (doubt in str(waiting)) == (num_cores in (2, 6))
 
 
+@pytest.mark.parametrize(("load", "more"), [(0.0, 7), (2.4, 7), (4.0, 4), (8.0, 0), (99.0, 0)])
+def test_cores_that_others_keep_busy_are_not_advised(load: float, more: int) -> None:
+    """Of 8 cores; of the load, 2 are the workers."""
+    stats = run(TrainerTimes(train=0.2, collect=0.8), BUSY, num_cores=8, load=load)
+    found = find_bottleneck(stats)
+    assert found.more_workers == more
+    says = "these 8 cores are busy, about 6 of them with other processes" if load == 8 else ""
+    assert says in str(found)
+
+
 def test_a_sync_worker_that_holds_the_others_up_is_named() -> None:
     stats = run(TrainerTimes(collect=1.0), WorkerTimes(env=0.4, wait=0.6), num=4, sync=True)
     slow = WorkerStats(frames=50, times=WorkerTimes(env=1.0))

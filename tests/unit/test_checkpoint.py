@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import random
@@ -22,6 +23,10 @@ import distcollect as dc
 from distcollect.common import signals
 from distcollect.common.peer_ids import Identity
 from distcollect.launch.run_folder import ENDED, LISTENING, RUN_VARIABLE, RunFolder, RunOver
+
+
+def files(folder: Path) -> list[str]:
+    return [file.name for file in folder.iterdir() if file.suffix != ".lock"]
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +83,7 @@ def test_every_file_can_be_loaded_again(tmp_path: Path) -> None:
     counter.state = Path("a")
     with pytest.raises(dc.ArgumentTypeError, match="the state of counter could not be loaded"):
         checkpoint.save()
-    assert [file.name for file in tmp_path.iterdir()] == ["c.pt"]
+    assert files(tmp_path) == ["c.pt"]
     assert dc.Checkpoint(path, counter=counter, policy=policy).load()
     assert counter.state == 1
 
@@ -147,7 +152,7 @@ def test_the_last_files_and_the_best_are_kept(
         assert checkpoint.best_path.exists()
         assert train(collector, (1, 5, 3, 2, 4)) == [True, True, False, False, False]
     found = {}
-    for file in tmp_path.iterdir():
+    for file in tmp_path.glob("c*"):
         with dc.SyncDataCollector(Echo, policy, frames_per_batch=4) as collector:
             parts["collector"] = collector
             assert dc.Checkpoint(tmp_path / "c.pt", **parts).load(file)
@@ -192,7 +197,7 @@ def test_a_disk_without_room_is_named(tmp_path: Path, width: int) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, ignored)
     assert checkpoint.path.read_bytes() == before
-    assert [file.name for file in tmp_path.iterdir()] == ["c.pt"]
+    assert files(tmp_path) == ["c.pt"]
 
 
 class Unbounded(Echo):
@@ -244,7 +249,7 @@ def test_ctrl_c_pressed_again_saves_nothing(tmp_path: Path) -> None:
         with pytest.raises(KeyboardInterrupt):
             checkpoint.step()
         collector.next()  # as in a notebook, where the user goes on
-    assert not any(tmp_path.iterdir())
+    assert not files(tmp_path)
 
 
 def test_a_signal_saves_once(tmp_path: Path) -> None:
@@ -257,6 +262,42 @@ def test_a_signal_saves_once(tmp_path: Path) -> None:
         checkpoint.path.unlink()
         collector.next()
     assert not checkpoint.path.exists()
+
+
+def test_a_signal_saves_all_checkpoints(tmp_path: Path) -> None:
+    """Also if one can't be saved; of two with one path, the newest."""
+    made = [dc.Checkpoint(tmp_path / "a.pt", progress={"n": n}) for n in range(2)]
+    made += [dc.Checkpoint(tmp_path / "b.pt", part=Counter(Path("a")))]
+    made += [dc.Checkpoint(tmp_path / "c.pt", progress={"n": 2})]
+    signal.raise_signal(signal.SIGTERM)
+    with pytest.raises(dc.ArgumentTypeError, match="the state of part could not be loaded"):
+        made[-1].step()
+    assert sorted(files(tmp_path)) == ["a.pt", "c.pt"]
+    progress = {"n": -1}
+    assert dc.Checkpoint(tmp_path / "a.pt", progress=progress).load()
+    assert progress == {"n": 1}
+
+
+def test_without_locks_a_path_can_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on some network file systems."""
+
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.lockf", no_locks)
+    dc.Checkpoint(tmp_path / "c.pt", progress={}).save()
+
+
+def test_a_state_of_other_frames_is_refused(tmp_path: Path) -> None:
+    with dc.SyncDataCollector("CartPole-v1", None, frames_per_batch=4) as collector:
+        dc.Checkpoint(tmp_path / "c.pt", collector=collector).save()
+    with dc.SyncDataCollector("Acrobot-v1", None, frames_per_batch=4) as collector:
+        checkpoint = dc.Checkpoint(tmp_path / "c.pt", collector=collector)
+        with pytest.raises(
+            dc.ArgumentError,
+            match=r"observation \[4\] float32, this collector's have observation \[6\] float32",
+        ):
+            checkpoint.load()
 
 
 def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def test_a_folder_with_other_content_or_settings_is_refused(
     with SavedFrames(out, 20, settings) as saved:
         assert "another process is writing there" in refused(out, capsys)
         saved.add(cartpole())
-    assert "other settings: seed None, not 4" in refused(out, capsys, seed=4, frames=30)
+    assert "other settings: seed (none given), not 4" in refused(out, capsys, seed=4, frames=30)
     (out / "collect.json").write_text("{}")
     assert "is no record of format 1" in refused(out, capsys)
     message = "can't be a folder of frames (Not a directory): name another"
@@ -243,6 +243,13 @@ def test_policies_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     is_refused(r"net:act is no torch module", "net:act", "weights.pt")
     is_refused(r"weights.pt is a pickle.*MODULE:NAME --weights weights.pt", "weights.pt")
     is_refused(r"net:Sized: Sized\(\) raised TypeError", "net:Sized")
+
+    is_refused(r"if these are weights: --policy MODULE:NAME --weights w", "weights.pt", trust=True)
+    gone = type("Gone", (nn.Linear,), {"__module__": "__main__"})
+    sys.modules["__main__"].Gone = gone  # type: ignore[attr-defined]
+    torch.save(gone(1, 1), "gone.pt")
+    del sys.modules["__main__"].Gone  # type: ignore[attr-defined]
+    is_refused(r"if that is '__main__', move its class .* to a module", "gone.pt", trust=True)
 
     torch.save(nn.Linear(3, 1), "module.pt")
     is_refused(r"module.pt is a pickle.*--trust-policy", "module.pt")

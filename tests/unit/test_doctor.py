@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -169,3 +170,7 @@ def test_torch_without_a_private_part(
     caplog.set_level(logging.INFO)
     assert start.chosen(None) == start.TCP
     assert "transport='tcp', as this torch lacks" in caplog.text
+    caplog.clear()
+    monkeypatch.setitem(sys.modules, "distcollect.transport.rpc_agents", None)
+    assert start.chosen(None) == start.TCP
+    assert "transport='tcp', as this torch lacks RPC (" in caplog.text

@@ -72,6 +72,21 @@ def test_who_has_weights_that_are_too_old_is_named_and_with_pace_not_asked(mode:
     assert play.core.awaited[0] == "workers [1]"
 
 
+def test_a_worker_that_gets_no_weights_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    """All its rollouts are dropped. Worker 0 has rollouts dropped too, of other versions."""
+    play = Play(AHEAD, 2, staleness=Staleness(max_policy_age=0, mode="drop"))
+    for version in range(1, 30):
+        play.publish(version, [0])
+        play.acknowledge(0, version)
+        play.want()
+        play.come(1)
+        play.come(0, version - 1)
+        play.come(0, version)
+    assert [record.getMessage()[:63] for record in caplog.records] == [
+        "10 rollouts of worker 1 were dropped as too old: it still has v"
+    ]
+
+
 def test_where_a_batch_needs_fewer_workers_than_there_are_each_gets_its_turn() -> None:
     """Also one that always gets new weights last."""
     play = Play(replace(SYNC, num_rollouts=1), 3)

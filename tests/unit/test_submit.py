@@ -102,6 +102,11 @@ def test_a_folder_that_others_can_t_see(where: str, capsys: pytest.CaptureFixtur
     [
         (["-p", "y", "--slurm", "partition=x"], "submit says partition=y: use that one"),
         (["--slurm", "cpus-per-task=3"], "submit says cpus-per-task=1: use that one"),
+        (
+            ["--slurm", "array=0-3"],
+            "--slurm array=0-3: all jobs of the array would train in one run",
+        ),
+        (["--slurm", "a=0-3"], "Submit the script once for each"),
         (["--mem", 8], "unrecognized arguments: --mem"),  # sbatch's, in other units than --mem-gb
         (["--lr", 3], "unrecognized arguments: --lr; the options of a script stand after its name"),
     ],

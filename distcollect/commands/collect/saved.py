@@ -108,7 +108,7 @@ class SavedFrames:
         wanted, there = self._settings, found["settings"]
         there.pop("frames", None)  # earlier versions put their number there
         if differing := [
-            f"{name} {there.get(name)!r}, not {wanted.get(name)!r}"
+            f"{name} {_shown(there, name)}, not {_shown(wanted, name)}"
             for name in {**wanted, **there}
             if wanted.get(name) != there.get(name)
         ]:
@@ -242,6 +242,11 @@ class SavedFrames:
                 self.record()
             elif not self.frames:
                 self._discard()
+
+
+def _shown(settings: Mapping[str, Any], name: str) -> str:
+    value = settings.get(name)
+    return "(none given)" if value is None else repr(value)
 
 
 def _kinds(frames: TensorDict) -> dict[str, tuple[torch.Size, torch.dtype]]:

@@ -31,6 +31,7 @@ from distcollect.launch.rendezvous import (
 )
 from distcollect.launch.topology import Launch, Launcher
 from distcollect.net.interfaces import LOOPBACK
+from distcollect.transport.start import RPC, chosen
 
 _MAX_HOSTS = 6  # with more, pairs of hosts are not tried
 _OPEN_PORTS = (
@@ -119,6 +120,10 @@ def _examine(launch: Launch, ranks: Ranks) -> bool:
         findings += checks.check_host(each, launch.num_hosts, launch.num_workers)
     findings += _examine_links(ranks)
     _say(*_problem_list(findings) or ["nothing is wrong"])
+    if chosen(None) == RPC:
+        _say(
+            "(a line of torch's with tensorpipe_agent.cpp only means that a process here has ended)"
+        )
     return bool(findings)
 
 

@@ -278,6 +278,11 @@ def _job(
             raise ArgumentError(
                 f"--slurm {given!r}: must be NAME or NAME=VALUE, an option of sbatch"
             )
+        if name in ("array", "a"):
+            raise ArgumentError(
+                f"--slurm {given}: all jobs of the array would train in one run folder. Submit the "
+                "script once for each; --worker-jobs N makes an array of workers"
+            )
         if (own := parameters.get(name.replace("-", "_"))) is not None:
             raise ArgumentError(
                 f"--slurm {given}: an option of distcollect submit says {name}={own}: use that one"
