@@ -10,7 +10,6 @@ import numpy as np
 
 from distcollect.errors import ArgumentError, ArgumentTypeError
 
-
 # The envs of trainer t are counted from t times this.
 ENVS_PER_TRAINER = 1 << 24
 
