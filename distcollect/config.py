@@ -158,7 +158,7 @@ class Faults(_Settings):
             workers, as additional rollouts. "replacement": the batch waits for the worker's
             replacement.
         max_worker_bytes: a worker that uses more memory than this finishes its rollout and is
-            replaced; None: no limit.
+            replaced; None: no limit. Not an inference server.
         max_env_faults: an env that raises is closed and made again, and its trajectory ends at its
             last real frame, where ``("collector", "faulted")`` is True. After this many rebuilds in
             a row, without a whole episode or 1,000 frames in between, the next exception raises an

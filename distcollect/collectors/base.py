@@ -287,7 +287,7 @@ class DataCollectorBase(ABC):
         Raises:
             CollectorStateError: there is no ``replay_buffer``, it was started already, another
                 thread waits for a batch, or its class overrides :meth:`next`.
-            ArgumentError: it has ``update_at_each_batch``.
+            ArgumentError: it has ``update_at_each_batch``, or it has ``models`` and no workers.
         """
         self._check_open()
         buffer = self._options.replay_buffer
@@ -509,6 +509,7 @@ class DataCollectorBase(ABC):
             A handle that says which workers have the weights: ``done()``, ``wait()``,
             ``acknowledged``, ``left_out``. None without workers, or if nothing is published, as the
             policy has no parameters, no worker is lagging, or those of the last batch have left.
+            For weights by worker_id, the handle of the last worker.
 
         Raises:
             WeightsError: a key is missing or unknown, has another shape or dtype, or a value that

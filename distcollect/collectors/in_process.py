@@ -207,21 +207,30 @@ class InProcess(Backend):
         own = published(self._plan.policy, self._plan.models)
         if weights is None and self.policy is not self._plan.policy:
             weights = published(self.policy, self._plan.models)
-        if weights is not None and not is_part(weights, own):
-            live.layout.load(self._completed(weights), own)
+        is_given = weights is not None and not is_part(weights, own)
+        new = self._completed(weights) if is_given else own
+        if is_given and self._background is None:
+            live.layout.load(new, own)
         if own is None:
             return
+        selected = live.layout.select(new)
         self._version += 1
         if self.statistics is not None:
             self.statistics.freeze(self._version)
         if self._background is None:
             live.version = self._version
-        else:
+        else:  # it has a copy of its own, and the policy that is trained stays as it is
             buffer = live.spare()
-            live.layout.pack(live.layout.select(own), buffer)
+            live.layout.pack(selected, buffer)
             live.commit(buffer, self._version)
 
     def use(self, background: Background) -> None:
+        if self._options.named_models:
+            raise ArgumentError(
+                "start() and models=: envs in this process have your own modules, which change "
+                "while you train; leave models= out if only the policy uses them, or use "
+                "aSyncDataCollector, whose worker has copies"
+            )
         self.drop("given_up")
         policy, models = copied(self._plan.policy, self._plan.models)
         plan = replace(self._plan, policy=policy, models=models)

@@ -160,8 +160,8 @@ class Statistics:
         self._observations = [_Moments(leaf.shape) for leaf in normalizer.leaves]
         self._returns = _Moments(())
         self._moments = [*self._observations, self._returns]
-        # By worker_id: the discounted return so far of each trajectory that may go on, by its id.
-        self._unfinished: dict[int, dict[int, float]] = {}
+        # By worker_id and env: the last trajectory's id, and its discounted return so far.
+        self._unfinished: dict[int, dict[int, tuple[int, float]]] = {}
         self._oldest: dict[int, int] = {}  # by worker_id: no older version can come
         self._frozen: dict[int, list[torch.Tensor]] = {}  # by policy_version
         self.freeze(0)
@@ -250,14 +250,15 @@ class Statistics:
         last = np.maximum((ids >= 0).sum(1) - 1, 0)
         rows = np.arange(len(ids)).reshape(len(worker_ids), -1).tolist()
         for worker_id, own in zip(worker_ids, rows, strict=True):
-            before = self._unfinished.get(worker_id, {})
-            for row in own:
-                if (so_far := before.get(int(ids[row, 0]))) is not None:
+            unfinished = self._unfinished.setdefault(worker_id, {})
+            for env, row in enumerate(own):
+                if ids[row, 0] < 0:
+                    continue  # the rollout was preempted before the env had a frame
+                traj_id, so_far = unfinished.get(env, (-1, 0.0))
+                if traj_id == ids[row, 0]:
                     num = num_first[row]
                     sums[row, :num] += so_far * powers[:num]
-            self._unfinished[worker_id] = {
-                int(ids[row, last[row]]): float(sums[row, last[row]]) for row in own
-            }
+                unfinished[env] = int(ids[row, last[row]]), float(sums[row, last[row]])
         return sums.ravel()
 
     def normalized(self, frames: TensorDict) -> TensorDict:

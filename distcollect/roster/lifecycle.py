@@ -203,7 +203,7 @@ class Lifecycle(HostEvents):
             leave_timeout_s=self._faults.leave_timeout_s,
             start_timeout_s=self._faults.start_timeout_s,
             step_timeout_s=self._faults.step_timeout_s,
-            max_bytes=self._faults.max_worker_bytes,
+            max_bytes=None if is_server(worker_id) else self._faults.max_worker_bytes,
         )
         try:
             self._hosts.spawn(Spawn(worker_id, incarnation, settings, env))

@@ -86,8 +86,8 @@ def rollouts(batch: TensorDict) -> Iterator[TensorDict]:
 
 def push(
     collector: Any, module: nn.Module, expected: Expected, *, way: str, seed: int, part: str = ""
-) -> None:
-    """Publish new values of some weights in one of the ways."""
+) -> dict[str, torch.Tensor]:
+    """Publish new values of some weights in one of the ways; returns all that is published."""
     source: Any = None
     if way == "none":
         pushed = fill(module, seed, (part,))
@@ -101,6 +101,7 @@ def push(
     if handle is not None:
         assert handle.left_out == {}
     expected.pushed(collector.policy_version, state)
+    return state
 
 
 # In this process, in the background, and with what is not weights.
@@ -180,15 +181,13 @@ def test_in_the_background(kind: type[Shown], form: str, ways: list[str]) -> Non
             return
         collector.start()
         for seed, way in enumerate(ways):
-            push(collector, module, expected, way=way, seed=seed)
+            state = push(collector, module, expected, way=way, seed=seed)
             buffer.wait_for(seed + 1)
             with torch.no_grad():
-                published = module.gain.item()
                 module.gain.fill_(1000)  # training goes on
                 evaluation = collector.evaluate(2)
-                module.gain.fill_(published)
             assert evaluation.policy_version.tolist() == [seed + 1] * 2
-            wanted = policies.STEPS * published
+            wanted = policies.STEPS * state["gain"].item()
             assert evaluation.returns.tolist() == pytest.approx([wanted] * 2)
     seen: dict[str, Any] = {}
     for batch in buffer.batches:
@@ -282,6 +281,30 @@ def test_evaluating_in_the_background_plays_published_weights() -> None:
         evaluation = collector.evaluate(1)
         assert evaluation.policy_version.tolist() == [1]
         assert evaluation.returns.tolist() == [policies.STEPS * module.gain.item()]
+
+
+def test_given_weights_do_not_change_the_policy_that_is_trained_meanwhile() -> None:
+    """An average of it, for example, is for the background alone."""
+    module, average, buffer = fill(Shown(), 1), fill(Shown(), 2), Buffer()
+    with dc.SyncDataCollector(
+        PayingEnv, module, frames_per_batch=4, replay_buffer=buffer
+    ) as collector:
+        collector.start()
+        before = module.gain.item()
+        collector.update_policy_weights_(average)
+        assert collector.evaluate(1).returns.tolist() == [policies.STEPS * average.gain.item()]
+        assert module.gain.item() == before
+
+
+def test_models_of_envs_in_this_process_are_not_for_the_background() -> None:
+    module = fill(Shown(), 1)
+    with (
+        dc.SyncDataCollector(
+            PayingEnv, module, models={"net": module}, frames_per_batch=4, replay_buffer=Buffer()
+        ) as collector,
+        pytest.raises(dc.ArgumentError, match="use aSyncDataCollector"),
+    ):
+        collector.start()
 
 
 class Keeping(Shown):

@@ -9,6 +9,7 @@ import time
 from collections import defaultdict
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import cloudpickle
@@ -26,6 +27,7 @@ from torch import nn
 from torch.distributions import Independent, Normal
 
 import distcollect as dc
+from distcollect.policy.normalize import Normalizer, Statistics
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -145,6 +147,24 @@ def test_the_statistics_are_those_of_all_delivered_frames(make: Any) -> None:
             expected = reference.rewards(batch["next", "reward"])
             torch.testing.assert_close(new["next", "reward"].double(), expected, rtol=0, atol=1e-6)
             assert new["seen"] is batch["seen"]
+
+
+def test_returns_go_on_where_a_rollout_has_no_frame_of_an_env() -> None:
+    """As a native vector env's, that was preempted."""
+    reference = Reference()
+    with collector(IN_PROCESS, ENV, Seeing(), record="raw", max_frames_per_traj=None) as made:
+        statistics = Statistics(
+            Normalizer(made.normalizer.settings), backend_of(made).layout, raw=True
+        )
+        batches = [made.next() for _ in range(4)]
+    batches[1]["collector", "traj_ids"][1] = -1
+    for batch in batches:
+        header: Any = SimpleNamespace(worker_id=0, policy_version=(0, 0))
+        statistics.take(batch, [header])
+        reference.add(batch)
+    reward = batches[-1]["next", "reward"]
+    new = statistics.normalized(batches[-1])["next", "reward"].double()
+    torch.testing.assert_close(new, reference.rewards(reward), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(
