@@ -285,7 +285,7 @@ class Checkpoint:
         if host == socket.gethostname():
             raise CollectorStateError(
                 f"Checkpoint({str(self.path)!r}): process {pid} uses it now: end that process, or "
-                "give this run another path"
+                "give this run another path; torch.load() reads the file meanwhile"
             )
         if host:  # which may be down, on a file system that doesn't know that yet
             log.warning("process %s on %s seems to use %s too", pid, host, self.path)
