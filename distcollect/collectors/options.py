@@ -510,7 +510,7 @@ class WorkerOptions(CollectorOptions):
 
     def _most_workers(self) -> int:
         """Number of workers where neither the user nor a launch says it."""
-        return num_cores()
+        return num_cores() if self.placer is None else load("ray job").num_workers()
 
     @cached_property
     def num_collecting(self) -> int:
@@ -716,9 +716,6 @@ class RPCOptions(WorkerOptions):
             raise ArgumentError(
                 f"security={self.security!r} is for transport='tcp': torch's RPC encrypts nothing"
             )
-
-    def _most_workers(self) -> int:
-        return num_cores() if self.placer is None else load("ray job").num_workers()
 
 
 @dataclass(frozen=True, eq=False)
