@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -131,7 +131,8 @@ class Checkpoint:
         collectors = [part for part in parts.values() if isinstance(part, DataCollectorBase)]
         if best is not None and not collectors:
             raise ArgumentError(f"best={best!r} needs a collector among the parts: collector=...")
-        if best not in (None, "return", *(known := _metrics(collectors))):
+        known = list(collectors[0].stats().episodes.metrics) if collectors else []
+        if best not in (None, "return", *known):
             raise ArgumentError(
                 f"best={best!r}: must be 'return', or a metric of the collector's Monitor ({known})"
             )
@@ -339,10 +340,6 @@ class Checkpoint:
         self.save()
         log.warning("%s told this process to end: saved %s", signals.requested_signal(), self.path)
         signals.end()
-
-
-def _metrics(collectors: Sequence[DataCollectorBase]) -> list[str]:
-    return list(collectors[0].stats().episodes.metrics) if collectors else []
 
 
 def _read(path: Path) -> dict[str, Any]:

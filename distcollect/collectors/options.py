@@ -492,7 +492,8 @@ class WorkerOptions(CollectorOptions):
 
     @property
     def joins(self) -> int | str:
-        return 0 if self.cat_results is None else self.cat_results
+        default: Any = type(self).cat_results
+        return default if self.cat_results is None else self.cat_results
 
     @cached_property
     def num_to_start(self) -> int:
@@ -637,10 +638,6 @@ class MultiSyncOptions(WorkerOptions):
     _: KW_ONLY
     sync: bool = field(default=True, init=False)
     cat_results: int | str | None = "stack"
-
-    @property
-    def joins(self) -> int | str:
-        return "stack" if self.cat_results is None else self.cat_results
 
 
 @dataclass(frozen=True, eq=False)

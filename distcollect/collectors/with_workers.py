@@ -24,6 +24,7 @@ from distcollect.common.peer_ids import identity
 from distcollect.common.seeding import Stream, env_seed, next_seed
 from distcollect.engine.pickled_plan import PickledPlan
 from distcollect.errors import BatchTimeout, WorkerError, WorkerLost, is_server
+from distcollect.launch.open_hosts import WantedHosts
 from distcollect.policy.weight_layout import published
 from distcollect.pool.background_evaluation import Evaluators
 from distcollect.pool.handover import HandoverReceiver, RolloutReference
@@ -87,11 +88,8 @@ class WithWorkers(Backend):
             options.num_to_start,
             options.fault_limits,
             partial(_plan_for, plans, options.num_to_start, options.num_collecting),
-            listen=options.listen,
-            local=options.is_local,
-            placer=options.placer,
+            hosts=WantedHosts(options.listen, options.security, options.is_local, options.placer),
             transport=options.transport_name,
-            security=options.security,
             server_ranks=options.server_ranks,
         )
         if options.placer is not None:
