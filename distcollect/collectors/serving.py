@@ -85,7 +85,7 @@ def chosen(options: WorkerOptions) -> tuple[str, str]:
 
 
 def _measured(options: WorkerOptions) -> tuple[str, str]:
-    trial = replace(options.plan(traces=False), serving=replace(_serving(options), is_trial=True))
+    trial = replace(options.plan(), serving=replace(_serving(options), is_trial=True))
     [pickled] = pickling.pickled_plans([trial])
     limits = replace(options.fault_limits, min_workers=1)
     start = partial(Workers, 1, limits, lambda _: pickled, hosts=WantedHosts(local=True))

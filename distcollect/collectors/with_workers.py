@@ -64,15 +64,12 @@ class WithWorkers(Backend):
     has_failed = False
     _options: WorkerOptions
 
-    def __init__(
-        self, options: WorkerOptions, stats_recorder: StatsRecorder, *, traces: bool
-    ) -> None:
+    def __init__(self, options: WorkerOptions, stats_recorder: StatsRecorder) -> None:
         """Start the workers, and wait until each has tried its envs and the policy.
 
         Args:
             options: the collector's arguments.
             stats_recorder: counts what happens.
-            traces: whether the workers record what they do when.
 
         Raises:
             DistCollectError: a worker did not start, or failed. Nothing is left running.
@@ -80,7 +77,7 @@ class WithWorkers(Backend):
         limit_s = options.fault_limits.stop_timeout_s + _CLOSING_LIMIT_S
         # A collector that was dropped just now may still have the workers of the launch.
         forgotten_closings(limit_s)
-        plans = options.pickled_plans(traces=traces)
+        plans = options.pickled_plans()
         super().__init__(options, stats_recorder)
         self.publishing_outdates = options.sync or options.staleness is not None
         self.updater = options.updater
