@@ -133,6 +133,7 @@ class DataCollectorBase(ABC):
             raise
         self._resumption = Resumption(self._backend)
         self._backend.begin = partial(monitor.begin, _weakly(self.stats))
+        self._backend.on_failure = _weakly(self.shutdown)
         self._note_no_ctrl_c = signals.note_ctrl_c(self)
         try:
             load("check of a buffer")(options.replay_buffer, self._backend.layout)

@@ -234,6 +234,13 @@ class WithWorkers(Backend):
 
     # Rollouts.
 
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        if self.has_failed:
+            # A signal that ends this process often ends its workers too: then it counts.
+            signals.check()
+            self.on_failure()
+
     def _collect(self, timeout_s: float) -> Batch:
         with self._noting_failures():
             self._publish_automatically()
