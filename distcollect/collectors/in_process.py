@@ -268,8 +268,6 @@ class InProcess(Backend):
 
     def resume(self, version: int, first_traj_id: int) -> None:
         self._version = self.engine.weights.version = version
-        if self.statistics is not None:
-            self.statistics.renumber(version)
         identity().resume(first_traj_id)
         self._traj_ids = identity().own_traj_ids()
         self.engine.use_traj_ids(self._traj_ids)

@@ -380,8 +380,6 @@ class WithWorkers(Backend):
         self._gaps.free_ids()
         first_traj_id = identity().resume(first_traj_id)
         self.pool.resume(version, first_traj_id, self.resumed_frames, timeout_s)
-        if self.statistics is not None:
-            self.statistics.renumber(self.pool.version)
 
     def close(self, *, close_envs: bool, failed: bool = False) -> None:
         super().close(close_envs=close_envs)
