@@ -119,15 +119,13 @@ class DataCollectorBase(ABC):
         self._has_failed = False  # whether an exception left the with-statement
         self._background: Background | None = None  # before start()
         load("trainers")(type(self))
-        self._monitor_thread = monitor = MonitorThread(options.monitor, options.trace)
+        self._monitor_thread = monitor = MonitorThread(options.monitor, options.trace_path)
         self._close_monitor = Finalizer(self, partial(monitor.close, None), _MONITOR_LIMIT_S)
         self._stats_recorder = StatsRecorder(
             trace=monitor.trace, metrics=monitor.metrics, on_evaluation=monitor.evaluated
         )
         try:
-            self._backend = self._backend_class(
-                options, self._stats_recorder, traces=monitor.trace is not None
-            )
+            self._backend = self._backend_class(options, self._stats_recorder)
         except BaseException:
             # Now, since the error keeps the collector for as long as somebody holds the error, as
             # notebooks do with the last one; a port of Prometheus would be taken until then.
@@ -135,6 +133,7 @@ class DataCollectorBase(ABC):
             raise
         self._resumption = Resumption(self._backend)
         self._backend.begin = partial(monitor.begin, _weakly(self.stats))
+        self._backend.on_failure = _weakly(self.shutdown)
         self._note_no_ctrl_c = signals.note_ctrl_c(self)
         try:
             load("check of a buffer")(options.replay_buffer, self._backend.layout)

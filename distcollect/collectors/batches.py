@@ -124,6 +124,7 @@ class Backend(ABC):
         unpublished: notices changes of the weights, until some are published; None: nobody looks.
         publishing_outdates: whether newer weights make a batch useless that the user does not have.
         begin: called before the first batch.
+        on_failure: called when the run can't go on, after the call that raises why.
         frames: frames collected so far, with padding and with those of the run that was resumed.
         resumed_frames: those of the run that was resumed.
         batches: batches collected.
@@ -141,6 +142,7 @@ class Backend(ABC):
     publishing_outdates: bool = True
     begin: Callable[[], None] | None = None
     _load: float | None = None
+    on_failure: Callable[[], object]
     statistics: Statistics | None = None
     evaluations: Sequence[Evaluation] = ()
 

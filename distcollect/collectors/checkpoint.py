@@ -7,17 +7,15 @@ import io
 import logging
 import math
 import os
-import random
 import re
 import shutil
 import socket
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -27,6 +25,7 @@ from distcollect.collectors.replay import ReplayBuffer
 from distcollect.common import checks, signals
 from distcollect.common.files import draft_of, hold, replacing
 from distcollect.common.peer_ids import identity
+from distcollect.common.random_state import random_states, set_random_states
 from distcollect.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -139,7 +138,8 @@ class Checkpoint:
         collectors = [part for part in parts.values() if isinstance(part, DataCollectorBase)]
         if best is not None and not collectors:
             raise ArgumentError(f"best={best!r} needs a collector among the parts: collector=...")
-        if best not in (None, "return", *(known := _metrics(collectors))):
+        known = list(collectors[0].stats().episodes.metrics) if collectors else []
+        if best not in (None, "return", *known):
             raise ArgumentError(
                 f"best={best!r}: must be 'return', or a metric of the collector's Monitor ({known})"
             )
@@ -219,7 +219,7 @@ class Checkpoint:
         best, best_result = saved.get("best", (None, _NO_RESULT))
         self._best_result = best_result if best == self._best else _NO_RESULT
         if "random" in saved and identity().trainer == 0:
-            _set_random_states(saved["random"])
+            set_random_states(saved["random"])
         log.info("continuing from %s", path)
         return True
 
@@ -237,13 +237,10 @@ class Checkpoint:
         """
         self._check()
         self._check_start()
-        if identity().trainer != 0:
-            self._saved_end = self._is_over()
-            self._saved_at = time.monotonic()
-            return
-        buffers = [each for each in self._parts.values() if _is_buffer(each)]
-        with adding_nothing(_ADDING_S) if buffers else contextlib.nullcontext():
-            self._write()
+        if identity().trainer == 0:
+            has_buffer = any(map(_is_buffer, self._parts.values()))
+            with adding_nothing(_ADDING_S) if has_buffer else contextlib.nullcontext():
+                self._write()
         self._saved_end = self._is_over()
         self._saved_at = time.monotonic()
 
@@ -257,7 +254,7 @@ class Checkpoint:
             "format": _FORMAT,
             "parts": states,
             "best": (self._best, best_result),
-            "random": _random_states(),
+            "random": random_states(),
         }
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._hold()
@@ -376,10 +373,6 @@ class Checkpoint:
         signals.end()
 
 
-def _metrics(collectors: Sequence[DataCollectorBase]) -> list[str]:
-    return list(collectors[0].stats().episodes.metrics) if collectors else []
-
-
 def _read(path: Path) -> dict[str, Any]:
     try:
         saved: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
@@ -427,28 +420,6 @@ def _link(path: Path, other: Path) -> None:
     except OSError:  # some file systems, such as those of object stores, have no links
         shutil.copyfile(path, draft)
     draft.replace(other)
-
-
-def _random_states() -> dict[str, Any]:
-    """The states of the global generators, in plain values and tensors."""
-    numpy_state: Any = np.random.get_state(legacy=False)  # noqa: NPY002
-    values = numpy_state["state"]
-    plain = {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in values.items()}
-    has_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if has_gpu else [],
-        "numpy": {**numpy_state, "state": plain},
-        "python": random.getstate(),
-    }
-
-
-def _set_random_states(states: Mapping[str, Any]) -> None:
-    torch.set_rng_state(states["torch"])
-    if states["cuda"] and torch.cuda.device_count() == len(states["cuda"]):
-        torch.cuda.set_rng_state_all(states["cuda"])
-    np.random.set_state(states["numpy"])  # noqa: NPY002
-    random.setstate(states["python"])
 
 
 def _check_loadable(draft: Path, states: Mapping[str, Any]) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, cast
 
@@ -25,9 +24,9 @@ from distcollect.collectors.options import (
 )
 from distcollect.collectors.signature import takes
 from distcollect.collectors.with_workers import WithWorkers
-from distcollect.common import checks, signals
+from distcollect.common import checks
 from distcollect.envs.base import called
-from distcollect.errors import ArgumentError, ArgumentTypeError, CollectorStateError, WorkerError
+from distcollect.errors import ArgumentError, ArgumentTypeError, CollectorStateError
 from distcollect.integrations import load
 from distcollect.pool.handover import RolloutReference
 from distcollect.results import Evaluation, LedgerReport, WorkerState, WorkerThroughput
@@ -181,22 +180,6 @@ class RPCDataCollector(DataCollectorBase):
         """Number of frames that were dropped or masked as too stale, by worker_id."""
         return self._backend.pool.stale_frames
 
-    def _take(self, timeout_s: float | None) -> TensorDict | None:
-        with self._ended_by_errors():
-            return super()._take(timeout_s)
-
-    @contextlib.contextmanager
-    def _ended_by_errors(self) -> Iterator[None]:
-        """Shut down if a worker's error is raised within: the run can't go on."""
-        try:
-            yield
-        except WorkerError:
-            if self._backend.has_failed:
-                # A signal that ends this process often ends its workers too: then it counts.
-                signals.check()
-                self.shutdown()
-            raise
-
     # TorchRL's names.
 
     @property
@@ -306,7 +289,7 @@ class RPCDataCollector(DataCollectorBase):
         """
         self._check_hands_over("hand_over")
         keep_s = checks.seconds(f"keep_s={keep_s!r}", keep_s)
-        with self._ended_by_errors(), self._backend:
+        with self._backend:
             return self._backend.hand_over(timeout_s, keep_s)
 
     def take_over(self, reference: RolloutReference, timeout_s: float | None = None) -> TensorDict:

@@ -64,9 +64,7 @@ class InProcess(Backend):
 
     _options: SyncOptions
 
-    def __init__(
-        self, options: SyncOptions, stats_recorder: StatsRecorder, *, traces: bool
-    ) -> None:
+    def __init__(self, options: SyncOptions, stats_recorder: StatsRecorder) -> None:
         """Make the envs, and try envs and policy. If this raises, nothing is left open.
 
         Raises:
@@ -77,7 +75,7 @@ class InProcess(Backend):
         self._num_rollouts = 0
         # The last seed of the envs, whether it is static, and the number of rollouts before it.
         self._seeded: tuple[int, bool, int] | None = None
-        self._plan = options.plan(traces=traces).with_policy_made()
+        self._plan = options.plan().with_policy_made()
         self._traj_ids = identity().own_traj_ids()
         worker_id = options.worker_id
         build = partial(build_engine, worker_id=worker_id, shared=True)
@@ -307,8 +305,6 @@ class InProcess(Backend):
 
     def resume(self, version: int, first_traj_id: int) -> None:
         self._version = self.engine.weights.version = version
-        if self.statistics is not None:
-            self.statistics.renumber(version)
         identity().resume(first_traj_id)
         self._traj_ids = identity().own_traj_ids()
         self.engine.use_traj_ids(self._traj_ids)

@@ -282,12 +282,15 @@ class CollectorOptions:
         }
         return [partial(_with_weights, factory, weights) for factory in factories]
 
-    def plan(self, worker_id: int = 0, *, traces: bool) -> WorkerPlan:
+    @property
+    def trace_path(self) -> str | os.PathLike[str] | None:
+        """The file that records what every process does; None: there is none."""
+        return self.trace if self.trace is not None or not self.monitor else self.monitor.trace
+
+    def plan(self, worker_id: int = 0) -> WorkerPlan:
         """Make the plan of an engine, with the policy and the env makers as they were given.
 
-        Args:
-            worker_id: of the worker that has the engine; 0 without workers.
-            traces: whether the engine records what it does when.
+        ``worker_id``: of the worker that has the engine; 0 without workers.
         """
         devices, factories = self.worker_devices[worker_id], self.factories
         return WorkerPlan(
@@ -306,7 +309,7 @@ class CollectorOptions:
             check_nan=self.check_nan,
             models=self.published_models,
             max_env_faults=self.fault_limits.max_env_faults,
-            traces=traces,
+            traces=self.trace_path is not None,
             metrics=self.monitor.metrics if self.monitor is not None else {},
         )
 
@@ -492,7 +495,8 @@ class WorkerOptions(CollectorOptions):
 
     @property
     def joins(self) -> int | str:
-        return 0 if self.cat_results is None else self.cat_results
+        default: Any = type(self).cat_results
+        return default if self.cat_results is None else self.cat_results
 
     @cached_property
     def num_to_start(self) -> int:
@@ -510,7 +514,7 @@ class WorkerOptions(CollectorOptions):
 
     def _most_workers(self) -> int:
         """Number of workers where neither the user nor a launch says it."""
-        return num_cores()
+        return num_cores() if self.placer is None else load("ray job").num_workers()
 
     @cached_property
     def num_collecting(self) -> int:
@@ -591,10 +595,10 @@ class WorkerOptions(CollectorOptions):
         limits = (self.masked_bound, self.preemptive_threshold, self.batch_deadline_s)
         return any(limit is not None for limit in limits)
 
-    def plan(self, worker_id: int = 0, *, traces: bool) -> WorkerPlan:
+    def plan(self, worker_id: int = 0) -> WorkerPlan:
         weights = self.weight_options
         return replace(
-            super().plan(worker_id, traces=traces),
+            super().plan(worker_id),
             create_env_fn=self.makers[worker_id],
             swap_within_rollouts=weights.swap_within_rollouts and not self.reproducible,
             exact_version=self.reproducible,
@@ -609,17 +613,14 @@ class WorkerOptions(CollectorOptions):
         has_own_name = self.normalizer is None or self.named_models
         return tuple(each if has_own_name else f"policy.{each}" for each in patterns)
 
-    def pickled_plans(self, *, traces: bool) -> list[PickledPlan]:
+    def pickled_plans(self) -> list[PickledPlan]:
         """The pickled :class:`WorkerPlan` of each worker, by worker_id, then of servers.
-
-        Args:
-            traces: whether the workers record what they do when.
 
         Raises:
             PolicyNotSendable: the policy can't be pickled.
             ArgumentError: another argument can't be pickled.
         """
-        plans = [self.plan(each, traces=traces) for each in range(self.num_to_start)]
+        plans = [self.plan(each) for each in range(self.num_to_start)]
         pickled = serving.pickled_plans(self, plans) if self.has_servers else None
         return pickled or pickling.pickled_plans(plans)
 
@@ -637,10 +638,6 @@ class MultiSyncOptions(WorkerOptions):
     _: KW_ONLY
     sync: bool = field(default=True, init=False)
     cat_results: int | str | None = "stack"
-
-    @property
-    def joins(self) -> int | str:
-        return "stack" if self.cat_results is None else self.cat_results
 
 
 @dataclass(frozen=True, eq=False)
@@ -716,9 +713,6 @@ class RPCOptions(WorkerOptions):
             raise ArgumentError(
                 f"security={self.security!r} is for transport='tcp': torch's RPC encrypts nothing"
             )
-
-    def _most_workers(self) -> int:
-        return num_cores() if self.placer is None else load("ray job").num_workers()
 
 
 @dataclass(frozen=True, eq=False)

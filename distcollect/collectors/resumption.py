@@ -100,6 +100,8 @@ class Resumption:
         backend.frames = backend.resumed_frames = state["frames"]
         self._resumes = state["resumes"] + 1
         backend.resume(state["policy_version"], state["next_traj_id"])
+        if backend.statistics is not None:
+            backend.statistics.renumber(backend.policy_version)
         if state["seed"] is not None:
             seed, static_seed = state["seed"]
             set_seed(env_seed(seed, self._resumes, stream=Stream.RESUMED), static_seed)

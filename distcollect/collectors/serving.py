@@ -18,7 +18,7 @@ from distcollect.engine.plan import WorkerPlan
 from distcollect.errors import ArgumentError
 from distcollect.inference.protocol import Serving
 from distcollect.inference.remote_policy import served
-from distcollect.launch.open_hosts import current
+from distcollect.launch.open_hosts import WantedHosts, current
 from distcollect.launch.rendezvous import LISTEN
 from distcollect.policy.noise import with_noise_of
 from distcollect.roster.manager import Workers
@@ -85,10 +85,10 @@ def chosen(options: WorkerOptions) -> tuple[str, str]:
 
 
 def _measured(options: WorkerOptions) -> tuple[str, str]:
-    trial = replace(options.plan(traces=False), serving=replace(_serving(options), is_trial=True))
+    trial = replace(options.plan(), serving=replace(_serving(options), is_trial=True))
     [pickled] = pickling.pickled_plans([trial])
     limits = replace(options.fault_limits, min_workers=1)
-    start = partial(Workers, 1, limits, lambda _: pickled, local=True)
+    start = partial(Workers, 1, limits, lambda _: pickled, hosts=WantedHosts(local=True))
     with contextlib.closing(start(transport=options.transport_name)) as workers:
         [info] = workers.worker_infos.values()
     if info.forward_s is None:

@@ -11,20 +11,12 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import nn
 
+from distcollect import config
 from distcollect.collectors import pickling
 from distcollect.collectors.replay import ReplayBuffer, num_dims
 from distcollect.collectors.user_code import users_stack_level
 from distcollect.common import checks
 from distcollect.common.tables import counted
-from distcollect.config import (
-    EvaluationWorkers,
-    Faults,
-    Inference,
-    Monitor,
-    Normalize,
-    Staleness,
-    WeightSync,
-)
 from distcollect.envs.base import space_of
 from distcollect.envs.kinds import is_env
 from distcollect.envs.make import check_env_id, make_by_id
@@ -32,11 +24,6 @@ from distcollect.errors import ArgumentError, ArgumentTypeError
 from distcollect.launch.open_hosts import current
 from distcollect.policy.weight_layout import WeightLayout, module_of, published, state_tensors
 from distcollect.rollout.spaces import leaves_of
-
-
-def _settings(kind: type) -> tuple[Callable[[Any], bool], str]:
-    name = f"distcollect.{kind.__name__}"
-    return lambda value: isinstance(value, kind), f"a {name}, as in {name}(...)"
 
 
 def _is_number(value: Any) -> bool:
@@ -66,26 +53,16 @@ _TYPES: _Rules = {
     "total_frames": (_is_whole, "a whole number"),
     "preemptive_threshold": (_is_number, "a number"),
     "batch_deadline_s": (_is_number, "a number"),
-    "evaluation": _settings(EvaluationWorkers),
-    "inference": _settings(Inference),
-    "faults": _settings(Faults),
-    "monitor": _settings(Monitor),
-    "normalize": _settings(Normalize),
-    "staleness": _settings(Staleness),
-    "weight_sync": _settings(WeightSync),
 }
 _VALUES: _Rules = {
     "total_frames": (lambda value: value == -1 or value > 0, "at least 1, or -1 for endless"),
     "init_random_frames": (lambda v: _is_whole(v) and v >= 0, "a whole number, 0 or more"),
+    "worker_idx": (lambda v: _is_whole(v) and v >= 0, "a whole number, 0 or more"),
     "preemptive_threshold": (lambda value: 0 <= value <= 1, "at least 0 and at most 1"),
     "batch_deadline_s": (lambda value: value > 0, "above 0"),
     "cat_results": (lambda v: v == "stack" or (_is_whole(v) and v in (0, -1)), "0, -1 or 'stack'"),
     "traj_format": (lambda value: value in ("padded", "cat"), "'padded' or 'cat'"),
 }
-_COUNTS = {
-    "frames_per_batch", "num_workers", "envs_per_worker", "max_frames_per_traj", "trajs_per_batch",
-    "max_weight_update_interval",
-}  # fmt: skip
 
 
 def check_each(options: Any) -> None:
@@ -98,13 +75,17 @@ def check_each(options: Any) -> None:
         ArgumentError, ArgumentTypeError: one is wrong; says what it must be.
     """
     for argument in fields(options):
-        value = getattr(options, argument.name)
-        if str(argument.type).startswith("bool") and isinstance(value, str):
-            raise ArgumentTypeError(f"{argument.name}={value!r}: must be True or False")
-        is_optional = "None" in str(argument.type)
-        if argument.name in _COUNTS:
-            checks.positive(argument.name, value, optional=is_optional)
-        check_one(argument.name, value)
+        name, value = argument.name, getattr(options, argument.name)
+        kind, *others = str(argument.type).split(" | ")
+        settings = getattr(config, kind, None)  # which check themselves
+        if kind == "bool" and isinstance(value, str):
+            raise ArgumentTypeError(f"{name}={value!r}: must be True or False")
+        if kind == "int" and name not in _VALUES:
+            checks.positive(name, value, optional="None" in others)
+        if settings is not None and value is not None and not isinstance(value, settings):
+            wanted = f"distcollect.{kind}"
+            raise ArgumentTypeError(f"{name}={value!r}: must be a {wanted}, as in {wanted}(...)")
+        check_one(name, value)
 
 
 def check_one(name: str, value: Any) -> None:

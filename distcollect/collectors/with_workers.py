@@ -25,6 +25,7 @@ from distcollect.common.peer_ids import identity
 from distcollect.common.seeding import ENVS_PER_TRAINER, Stream, env_seed, next_seed
 from distcollect.engine.pickled_plan import PickledPlan
 from distcollect.errors import BatchTimeout, WorkerError, WorkerLost, is_server
+from distcollect.launch.open_hosts import WantedHosts
 from distcollect.policy.weight_layout import published
 from distcollect.pool.background_evaluation import Evaluators
 from distcollect.pool.handover import HandoverReceiver, RolloutReference
@@ -63,15 +64,12 @@ class WithWorkers(Backend):
     has_failed = False
     _options: WorkerOptions
 
-    def __init__(
-        self, options: WorkerOptions, stats_recorder: StatsRecorder, *, traces: bool
-    ) -> None:
+    def __init__(self, options: WorkerOptions, stats_recorder: StatsRecorder) -> None:
         """Start the workers, and wait until each has tried its envs and the policy.
 
         Args:
             options: the collector's arguments.
             stats_recorder: counts what happens.
-            traces: whether the workers record what they do when.
 
         Raises:
             DistCollectError: a worker did not start, or failed. Nothing is left running.
@@ -79,7 +77,7 @@ class WithWorkers(Backend):
         limit_s = options.fault_limits.stop_timeout_s + _CLOSING_LIMIT_S
         # A collector that was dropped just now may still have the workers of the launch.
         forgotten_closings(limit_s)
-        plans = options.pickled_plans(traces=traces)
+        plans = options.pickled_plans()
         super().__init__(options, stats_recorder)
         self.publishing_outdates = options.sync or options.staleness is not None
         self.updater = options.updater
@@ -87,11 +85,8 @@ class WithWorkers(Backend):
             options.num_to_start,
             options.fault_limits,
             partial(_plan_for, plans, options.num_to_start, options.num_collecting),
-            listen=options.listen,
-            local=options.is_local,
-            placer=options.placer,
+            hosts=WantedHosts(options.listen, options.security, options.is_local, options.placer),
             transport=options.transport_name,
-            security=options.security,
             server_ranks=options.server_ranks,
         )
         if options.placer is not None:
@@ -242,6 +237,13 @@ class WithWorkers(Backend):
 
     # Rollouts.
 
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        if self.has_failed:
+            # A signal that ends this process often ends its workers too: then it counts.
+            signals.check()
+            self.on_failure()
+
     def _collect(self, timeout_s: float) -> Batch:
         with self._noting_failures():
             self._publish_automatically()
@@ -381,8 +383,6 @@ class WithWorkers(Backend):
         self._gaps.free_ids()
         first_traj_id = identity().resume(first_traj_id)
         self.pool.resume(version, first_traj_id, self.resumed_frames, timeout_s)
-        if self.statistics is not None:
-            self.statistics.renumber(self.pool.version)
 
     def close(self, *, close_envs: bool, failed: bool = False) -> None:
         super().close(close_envs=close_envs)

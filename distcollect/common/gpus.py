@@ -17,15 +17,6 @@ def numbered(device: torch.device | None) -> torch.device | None:
     )
 
 
-def in_use() -> range:
-    """Return the numbers of the GPUs whose random generators this process may have used.
-
-    Asking for the number of GPUs would initialize CUDA where nobody uses it.
-    """
-    initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return range(torch.cuda.device_count() if initialized else 0)
-
-
 def use(device: torch.device | None) -> None:
     """Make ``device`` the GPU that "cuda" means on this thread, if it is one and names its number.
 

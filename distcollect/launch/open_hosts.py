@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+from dataclasses import dataclass
 
 from distcollect.errors import ArgumentError, LaunchError
 from distcollect.launch.cpu_placement import num_cores
@@ -48,25 +49,33 @@ def _refuse_several() -> None:
         )
 
 
+@dataclass(frozen=True)
+class WantedHosts:
+    """The hosts that a collector asks for; by default those of the launch.
+
+    Attributes:
+        listen: "HOST:PORT" where others may join; None: what DISTCOLLECT_LISTEN says.
+        security: see :func:`~distcollect.net.tls.check_security`.
+        local: use this host alone, even in a launch; nobody else can join.
+        placer: a scheduler that starts the workers, even in a launch.
+    """
+
+    listen: str | None = None
+    security: str | None = None
+    local: bool = False
+    placer: PlacerSettings | None = None
+
+
 def open_hosts(
-    num_workers: int | None,
-    listen: str | None = None,
-    *,
-    local: bool = False,
-    placer: PlacerSettings | None = None,
-    patience_s: float = 0.0,
-    security: str | None = None,
+    num_workers: int | None, wanted: WantedHosts, patience_s: float = 0.0
 ) -> WorkerHosts:
     """The launch's hosts, or this host alone without a launch; for one collector until detached.
 
     Args:
-        num_workers: local workers to start without a launch; None: one for each core. With
+        num_workers: local workers to start without a launch; None: one for each core. With a
             ``placer``: workers that it is to start.
-        listen: "HOST:PORT" where others may join; None: what DISTCOLLECT_LISTEN says.
-        local: use this host alone, even in a launch; nobody else can join.
-        placer: a scheduler that starts the workers, even in a launch.
-        patience_s: with ``placer``: how long to wait for enough workers.
-        security: see :func:`~distcollect.net.tls.check_security`.
+        wanted: see above.
+        patience_s: with a ``placer``: how long to wait for enough workers.
 
     Raises:
         CollectorStateError: another collector has the launch's hosts.
@@ -77,12 +86,9 @@ def open_hosts(
             call :func:`~distcollect.run`.
     """
     launched = _launched
-    if launched is not None and placer is None and not local:
-        for name, given, variable in (
-            ("listen", listen, LISTEN),
-            ("security", security, SECURITY),
-        ):
-            if given is not None:
+    if launched is not None and wanted.placer is None and not wanted.local:
+        for name, variable in (("listen", LISTEN), ("security", SECURITY)):
+            if (given := getattr(wanted, name)) is not None:
                 raise ArgumentError(
                     f"{name}={given!r}: under a launcher, workers join where its trainer listens; "
                     f"set {variable} instead"
@@ -90,10 +96,10 @@ def open_hosts(
         launched.claim()
         return launched
     with contextlib.ExitStack() as on_error:
-        if placer is not None:
-            scheduler = placer.connect()
+        if wanted.placer is not None:
+            scheduler = wanted.placer.connect()
             on_error.callback(scheduler.close)
-            address, port = listen_address(listen, default=scheduler.address)
+            address, port = listen_address(wanted.listen, default=scheduler.address)
             hosts = WorkerHosts(
                 address,
                 read_token() or secrets.token_hex(16),
@@ -101,29 +107,27 @@ def open_hosts(
                 patience_s=patience_s,
                 placer=scheduler,
                 port=port,
-                security=security,
+                security=wanted.security,
             )
         else:
-            hosts = _own_hosts(num_workers, listen, security, local=local)
+            hosts = _own_hosts(num_workers, wanted)
         on_error.pop_all()
     if launched is not None:
         launched.local_hosts.add(hosts)
     return hosts
 
 
-def _own_hosts(
-    num_workers: int | None, listen: str | None, security: str | None, *, local: bool
-) -> WorkerHosts:
+def _own_hosts(num_workers: int | None, wanted: WantedHosts) -> WorkerHosts:
     """This host, which starts the workers itself; others may join too."""
     if _launched is None:
         _refuse_several()
     folder = RunFolder.here()
-    if folder is not None and folder.num_workers and not local:
+    if folder is not None and folder.num_workers and not wanted.local:
         raise LaunchError(
             f"the workers of the run in {folder.path} are in separate jobs, and can only join a "
             "script that calls distcollect.run(main); or submit it without --worker-jobs"
         )
-    address, port = (LOOPBACK, 0) if local else listen_address(listen)
+    address, port = (LOOPBACK, 0) if wanted.local else listen_address(wanted.listen)
     token = read_token()
     if port and token is None:
         raise ArgumentError(
@@ -136,5 +140,5 @@ def _own_hosts(
         token or secrets.token_hex(16),
         num_local=num_local,
         port=port,
-        security=security,
+        security=wanted.security,
     )

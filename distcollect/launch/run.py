@@ -17,7 +17,7 @@ from distcollect.common.signals import Interrupted
 from distcollect.errors import ArgumentError, ArgumentTypeError, LaunchError
 from distcollect.integrations import load
 from distcollect.launch.cpu_placement import Host, choose, may_pin
-from distcollect.launch.main_call import MainCall, exit_code, interpreter_exit_deadline
+from distcollect.launch.main_call import MainCall, ends_as_failed, interpreter_exit_deadline
 from distcollect.launch.open_hosts import current, set_launched
 from distcollect.launch.rendezvous import (
     RENDEZVOUS_TIMEOUT_S,
@@ -127,22 +127,19 @@ def _train(
         port = hosts.join_server.port
         folder.tell(LISTENING, host=hosts.address, port=port, pid=os.getpid())
     call, owner = MainCall(main), Owner()
-    failed, resumes = True, False
+    failed = True
     exiting: SystemExit | None = None
     try:
         with _trainer_variables(launch, num_trainers):
             result = call.result()
         failed = False
     except SystemExit as error:
-        exiting = error
-        if isinstance(error, Interrupted):
-            failed, resumes = False, folder is not None
-        else:
-            failed = exit_code(error) != 0
+        exiting, failed = error, ends_as_failed(error)
     finally:
         set_launched(None)
         if owner.is_here:
-            resumes = resumes or (folder is not None and bool(folder.later_start()))
+            is_interrupted = isinstance(exiting, Interrupted)
+            resumes = folder is not None and (is_interrupted or bool(folder.later_start()))
             # Torchrun starts ranks again only if all have failed. Under other launchers, ranks
             # that fail after the trainer would hide the cause.
             ranks_fail = launch.launcher is Launcher.TORCHRUN

@@ -295,7 +295,6 @@ def _local_tasks(tasks_per_node: str, tasks: int, hosts: int) -> int:
     return max(counts, default=-(-tasks // hosts))
 
 
-def own_name(env: Mapping[str, str] | None = None) -> str:
+def own_name() -> str:
     """This host's name on the cluster's network."""
-    env = os.environ if env is None else env
-    return env.get("MASTER_ADDR") or socket.gethostname()
+    return os.environ.get("MASTER_ADDR") or socket.gethostname()

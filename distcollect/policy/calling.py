@@ -1,4 +1,4 @@
-"""How a policy of any accepted kind is called, and with which inputs."""
+"""How a policy of any accepted kind is called, with which inputs, and its values as tensors."""
 
 from __future__ import annotations
 
@@ -272,3 +272,24 @@ def parameters_of(policy: Callable[..., Any]) -> list[inspect.Parameter]:
     except (TypeError, ValueError):
         # A builtin without a signature gets the observation.
         return [inspect.Parameter("observation", inspect.Parameter.POSITIONAL_ONLY)]
+
+
+def to_tensor(value: Any, key: Key) -> torch.Tensor:
+    """Return ``value`` as a tensor that numpy can view: on the CPU, without gradients, no bfloat16.
+
+    Raises:
+        PolicyError: torch can't make a tensor of it.
+    """
+    if not isinstance(value, torch.Tensor):
+        try:
+            value = torch.as_tensor(value)
+        except (RuntimeError, TypeError, ValueError) as err:
+            kind = "None" if value is None else type(value).__name__
+            raise PolicyError(
+                f"the policy returned {kind} as {'.'.join(key)!r}, which is not a tensor or "
+                "array-like: return one (None: is its `return` missing?)"
+            ) from err
+    if value.requires_grad:  # also within no_grad(): a view of a parameter
+        value = value.detach()
+    tensor: torch.Tensor = value.cpu().resolve_conj().resolve_neg()
+    return tensor.float() if tensor.dtype is torch.bfloat16 else tensor

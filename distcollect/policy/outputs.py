@@ -14,7 +14,7 @@ from torch.distributions import Distribution
 
 from distcollect.errors import PolicyError
 from distcollect.policy.base import Exploration, is_discrete
-from distcollect.policy.columns import Column, to_tensor
+from distcollect.policy.calling import to_tensor
 from distcollect.rollout.spaces import (
     RESERVED,
     Key,
@@ -27,11 +27,58 @@ from distcollect.rollout.spaces import (
 
 log = logging.getLogger(__name__)
 
-# Action, extras, and the state before the next frame: ``[n, *shape]`` for each leaf.
 _NOTHING: Mapping[Any, Any] = {}  # beside the action
+# Action, extras, and the state before the next frame: ``[n, *shape]`` for each leaf.
 Read: TypeAlias = tuple[Sequence[np.ndarray], Sequence[np.ndarray], Sequence[np.ndarray]]
 
 _LOG_PROBS = ("action_log_prob", "sample_log_prob")  # TorchRL's names, the second the older one
+
+
+class Column:
+    """An entry of what the policy returns.
+
+    Attributes:
+        name: its name there.
+        leaf: what it is in a frame.
+        shape: its shape for all envs, ``[n, *leaf.shape]``.
+        dtype: of its arrays.
+    """
+
+    def __init__(self, name: Any, leaf: Leaf, num_envs: int) -> None:
+        """Describe the entry ``name`` of ``num_envs`` envs."""
+        self.name, self.leaf = name, leaf
+        self.shape, self.dtype = (num_envs, *leaf.shape), leaf.numpy_dtype
+
+    def fitted(self, value: Any) -> np.ndarray | None:
+        """Return ``value`` as an array whose numbers the leaf's dtype can hold.
+
+        None: it has another shape, or is an integer instead of a float, or the reverse. Floats and
+        integers may have another width.
+
+        Args:
+            value: a tensor, or what torch makes one of.
+
+        Raises:
+            PolicyError: torch can't make a tensor of it, or it has an integer that is out of range.
+        """
+        tensor, wanted = to_tensor(value, self.leaf.key), self.leaf.dtype
+        if tensor.shape != self.shape or _kind(tensor.dtype) != _kind(wanted):
+            return None
+        if not any(_kind(wanted)) and tensor.dtype is not wanted and tensor.numel():
+            limits = None if wanted is torch.bool else torch.iinfo(wanted)
+            low, high = (0, 1) if limits is None else (limits.min, limits.max)
+            for number in (int(tensor.min()), int(tensor.max())):
+                if not low <= number <= high:
+                    raise PolicyError(
+                        f"the policy returned {number} in {'.'.join(self.leaf.key)!r}, which is of "
+                        f"dtype {dtype_name(wanted)} and holds {low} to {high}"
+                    )
+        array: np.ndarray = tensor.numpy()
+        return array
+
+
+def _kind(dtype: torch.dtype) -> tuple[bool, bool]:
+    return dtype.is_floating_point, dtype.is_complex
 
 
 class OutputReader:

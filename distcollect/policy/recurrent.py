@@ -15,8 +15,7 @@ from tensordict.nn import TensorDictModuleBase
 
 from distcollect.common.random_state import random_state_restored
 from distcollect.errors import PolicyError
-from distcollect.policy.calling import Tensors, parameters_of
-from distcollect.policy.columns import to_tensor
+from distcollect.policy.calling import Tensors, parameters_of, to_tensor
 from distcollect.rollout.spaces import RESERVED, Arrays, Key, Leaf, as_key, nested, overlaps
 
 IS_INIT = Leaf(("is_init",), (1,), torch.bool)

@@ -18,8 +18,7 @@ from distcollect.common.waiting import Reminder, wait_for
 from distcollect.config import Faults
 from distcollect.engine.pickled_plan import PickledPlan
 from distcollect.errors import CollectorStateError, DeadlineError, WorkerError
-from distcollect.launch.open_hosts import open_hosts
-from distcollect.launch.worker_hosts import PlacerSettings
+from distcollect.launch.open_hosts import WantedHosts, open_hosts
 from distcollect.results import WorkerState
 from distcollect.roster.interfaces import MembershipObserver
 from distcollect.roster.lifecycle import EXIT_TIMEOUT_S, Lifecycle
@@ -70,11 +69,8 @@ class Workers:
         faults: Faults,
         plan_for: Callable[[int], PickledPlan],
         *,
-        listen: str | None = None,
-        local: bool = False,
-        placer: PlacerSettings | None = None,
+        hosts: WantedHosts,
         transport: str = "rpc",
-        security: str | None = None,
         server_ranks: Collection[int] | None = None,
     ) -> None:
         """Start the workers, and wait until all have joined and were probed.
@@ -83,11 +79,8 @@ class Workers:
             num_workers: None: all that the launch provides, or one for each core.
             faults: the timeouts.
             plan_for: worker_id to its plan.
-            listen: "HOST:PORT" where further workers may join.
-            local: start them on this host, even in a launch.
-            placer: a scheduler that starts them.
+            hosts: where to start them.
             transport: the name of the transport.
-            security: see :func:`~distcollect.net.tls.check_security`.
             server_ranks: start an inference server on the hosts of these ranks; empty: on each host
                 that has workers. None: on no host.
 
@@ -104,14 +97,7 @@ class Workers:
         self._number = _number()
         with contextlib.ExitStack() as on_error:
             on_error.callback(_open_numbers.discard, self._number)
-            self._hosts = open_hosts(
-                num_workers,
-                listen,
-                local=local,
-                placer=placer,
-                patience_s=faults.start_timeout_s,
-                security=security,
-            )
+            self._hosts = open_hosts(num_workers, hosts, faults.start_timeout_s)
             on_error.callback(self._hosts.detach)
             # Workers that join by themselves have no fixed number: none in particular has to come.
             count = 0 if self._hosts.is_elastic else self._hosts.num_workers(num_workers)

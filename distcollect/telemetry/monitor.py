@@ -65,7 +65,7 @@ class MonitorThread:
     def __init__(
         self, options: Monitor | None, trace: str | os.PathLike[str] | None = None
     ) -> None:
-        """Open all writers of ``options``, and a trace; ``trace`` overrides ``options.trace``.
+        """Open all writers of ``options``, and a trace in the file ``trace``.
 
         Raises:
             ArgumentError: a file or a port can't be opened, or a package is missing.
@@ -81,12 +81,11 @@ class MonitorThread:
         self._end = threading.Event()
         self._woken = threading.Event()  # set at the end, and for curves
         self._curves_are_due = False
-        path = options.trace if trace is None else trace
         self.trace: Trace | None = None
         try:
             self._open(options)
-            if path is not None:  # it may be in the run_dir, which is there now
-                self.trace = Trace(path)
+            if trace is not None:  # it may be in the run_dir, which is there now
+                self.trace = Trace(trace)
         except BaseException:
             self._drop_all()
             self._close_trace()

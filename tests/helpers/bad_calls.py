@@ -170,6 +170,7 @@ ARGUMENTS: list[Row] = [
     (lambda: sync(total_frames=-2), ARGUMENT, "total_frames=-2", "-1 for endless"),
     (lambda: sync(total_frames="100"), KIND, "total_frames='100'", "whole number"),
     (lambda: sync(init_random_frames=-5), ARGUMENT, "init_random_frames=-5", "0 or more"),
+    (lambda: chosen(worker_idx=-1), ARGUMENT, "worker_idx=-1", "0 or more"),
     (lambda: rpc(create_env_fn="CartPoel-v1"), ARGUMENT, "CartPoel", "CartPole.*module:id"),
     (lambda: rpc(create_env_fn="CartPole-v99"), ARGUMENT, "CartPole-v99", "v1"),
     (lambda: rpc(create_env_fn=5), KIND, "create_env_fn=5", "env id or a callable"),

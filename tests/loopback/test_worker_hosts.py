@@ -10,7 +10,7 @@ import pytest
 from distcollect.common import waiting
 from distcollect.common.process_exit import ProcessExit
 from distcollect.errors import FIRST_SERVER, CollectorStateError, DeadlineError, LaunchError
-from distcollect.launch.open_hosts import open_hosts, set_launched
+from distcollect.launch.open_hosts import WantedHosts, open_hosts, set_launched
 from distcollect.launch.rendezvous import listen_address
 from distcollect.launch.worker_hosts import HostEvents, WorkerHosts
 from distcollect.net.messages import (
@@ -110,11 +110,11 @@ def test_a_launch_serves_one_collector_and_then_the_next(
     set_launched(launched)
     try:
         for _ in range(2):
-            assert open_hosts(None) is launched
+            assert open_hosts(None, WantedHosts()) is launched
             with pytest.raises(CollectorStateError, match="has the workers of this launch"):
-                open_hosts(None)
-            local = open_hosts(1, local=True)
-            other = open_hosts(1, local=True)
+                open_hosts(None, WantedHosts())
+            local = open_hosts(1, WantedHosts(local=True))
+            other = open_hosts(1, WantedHosts(local=True))
             assert local.join_server is not other.join_server
             # Nobody else can join them, as they listen nowhere.
             assert local.join_server.port == other.join_server.port == 0

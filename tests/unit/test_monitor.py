@@ -24,7 +24,7 @@ STATS = Stats(collector="X", elapsed_s=5.0, frames=10, delivered=10)
 
 def test_a_trace_may_be_in_the_run_dir(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "today"
-    MonitorThread(dc.Monitor(view=False, run_dir=folder, trace=folder / "trace.json")).close(None)
+    MonitorThread(dc.Monitor(view=False, run_dir=folder), folder / "trace.json").close(None)
     assert (folder / "trace.json").is_file()
 
 

@@ -59,7 +59,7 @@ class TestAListHasOneForEachWorker:
             policy_device=["cpu", "meta"],
             env_device=["meta", "cpu"],
         )
-        plans = [unpickled(plan) for plan in options.pickled_plans(traces=False)]
+        plans = [unpickled(plan) for plan in options.pickled_plans()]
         assert [plan.device.type for plan in plans] == ["cpu", "meta"]
         assert [plan.env_device.type for plan in plans] == ["meta", "cpu"]
         assert [plan.policy_factory for plan in plans] == factories
@@ -68,7 +68,7 @@ class TestAListHasOneForEachWorker:
     def test_the_default_of_all_devices(self) -> None:
         settings: dict[str, Any] = {"frames_per_batch": 4, "device": ["cpu", "meta"]}
         options = MultiSyncOptions(["CartPole-v1"] * 2, storing_device="cpu", **settings)
-        plans = [unpickled(plan) for plan in options.pickled_plans(traces=False)]
+        plans = [unpickled(plan) for plan in options.pickled_plans()]
         assert [plan.device.type for plan in plans] == ["cpu", "meta"]
         assert [plan.env_device.type for plan in plans] == ["cpu", "meta"]
         with pytest.raises(ArgumentError, match="give one storing_device"):

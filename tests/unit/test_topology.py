@@ -7,7 +7,7 @@ import os
 import pytest
 
 import distcollect as dc
-from distcollect.launch.open_hosts import open_hosts
+from distcollect.launch.open_hosts import WantedHosts, open_hosts
 from distcollect.launch.run import _trainer_variables
 from distcollect.launch.topology import Launch, Launcher, first_host, last_host, one_of_several
 
@@ -178,7 +178,7 @@ def test_workers_outside_of_run_are_refused(
     with dc.SyncDataCollector("CartPole-v1", frames_per_batch=8) as collector:
         assert collector.next().numel() == 8
     monkeypatch.setenv("DISTCOLLECT_EACH_RANK_TRAINS", "1")
-    open_hosts(1).close()
+    open_hosts(1, WantedHosts()).close()
 
 
 @pytest.mark.parametrize("job", ["1", "999999", "4294901759"])
