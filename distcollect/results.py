@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from operator import mul
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -121,11 +122,9 @@ class LagStats(NamedTuple):
     max: int
 
     @classmethod
-    def of(cls, counts: Sequence[tuple[int, int]]) -> LagStats:
-        """From (lag, number of frames with this lag), in any order."""
-        lags = [lag for lag, _ in counts]
-        mean = sum(lag * num for lag, num in counts) / sum(num for _, num in counts)
-        return cls(min(lags), mean, max(lags))
+    def of(cls, lags: Sequence[int], nums: Sequence[int]) -> LagStats:
+        """From lags, in any order, and the numbers of frames that have them."""
+        return cls(min(lags), sum(map(mul, lags, nums)) / sum(nums), max(lags))
 
 
 @dataclass(frozen=True)

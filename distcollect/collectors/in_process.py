@@ -159,7 +159,7 @@ class InProcess(Backend):
     def _settle_last(self, cause: str | None) -> None:
         """Count the frames of the last rollout as the user's, or as lost by ``cause``."""
         if cause is None:
-            self._stats_recorder.delivered([(0, [(0, self.frames_per_batch)])])
+            self._stats_recorder.delivered([(0, 0, self.frames_per_batch)])
         else:
             self._give_up(cause)
 

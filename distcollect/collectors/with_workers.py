@@ -6,11 +6,12 @@ import contextlib
 import logging
 import secrets
 import socket
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from itertools import chain
+from typing import Any, TypeVar
 
 from tensordict import TensorDict
 from torch import nn
@@ -45,6 +46,7 @@ from distcollect.weights.sender import WeightSender
 from distcollect.weights.updaters import UpdaterContext
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 # For the backend to close, beside Faults.stop_timeout_s.
 _CLOSING_LIMIT_S = 60.0
@@ -245,9 +247,7 @@ class WithWorkers(Backend):
             self.on_failure()
 
     def _collect(self, timeout_s: float) -> Batch:
-        with self._noting_failures():
-            self._publish_automatically()
-            delivery = self._gather(timeout_s)
+        delivery = self._noting_failures(self._gather, timeout_s)
         try:
             headers = [rollout.header for rollout in delivery.rollouts]
             frames = self._assembled(self.layout, delivery.rollouts)
@@ -260,11 +260,7 @@ class WithWorkers(Backend):
             if cause is not None:
                 self.pool.given_up(delivery, cause)
                 return
-            masked: Counter[int] = Counter()
-            for header, of_rollout in zip(headers, counts, strict=True):
-                masked[header.worker_id] += sum(e.num_frames for e in of_rollout if e.is_masked)
-            lags = [[(each.lag, each.num_frames) for each in of_rollout] for of_rollout in counts]
-            self.pool.delivered(delivery, lags, masked)
+            self.pool.delivered(delivery, counts)
 
         return Batch(frames, headers, *_stats_of(counts), settle)
 
@@ -273,11 +269,11 @@ class WithWorkers(Backend):
     ) -> list[list[VersionFrames]]:
         return count_lags(rows, rollouts, lag_of, self.pool.age, self._options.masked_bound)
 
-    @contextlib.contextmanager
-    def _noting_failures(self) -> Iterator[None]:
+    def _noting_failures(self, work: Callable[..., T], *args: Any) -> T:
         """Note errors of the workers; the user's functions may raise the same, of another run."""
         try:
-            yield
+            self._publish_automatically()
+            return work(*args)
         except WorkerError:
             self.has_failed = True
             raise
@@ -304,13 +300,11 @@ class WithWorkers(Backend):
         """See :meth:`.RPCDataCollector.hand_over`."""
         if self.is_over():
             raise StopIteration
-        with self._noting_failures():
-            self._publish_automatically()
-            request = self.pool.hand_over(self.limit_s(timeout_s), keep_s)
+        request = self._noting_failures(self.pool.hand_over, self.limit_s(timeout_s), keep_s)
         header = request.known_header
         version, num_frames = header.policy_version[0], header.num_frames
         lag, age = self.pool.lag(header.worker_id, version), self.pool.age(version)
-        self._stats_recorder.delivered([(header.worker_id, [(lag, num_frames)])])
+        self._stats_recorder.delivered([(header.worker_id, lag, num_frames)])
         self._count([header], *_stats_of([[VersionFrames(lag, age, num_frames, False)]]))
         return RolloutReference(
             identity().trainer,
@@ -403,9 +397,8 @@ def _plan_for(
 
 def _stats_of(counts: Sequence[Sequence[VersionFrames]]) -> tuple[LagStats, LagStats]:
     """Return the summaries of lags and ages."""
-    flat = [each for of_rollout in counts for each in of_rollout]
-    lags, ages = ([(each[i], each.num_frames) for each in flat] for i in range(2))
-    return LagStats.of(lags), LagStats.of(ages)
+    lags, ages, nums, _ = zip(*chain.from_iterable(counts), strict=True)
+    return LagStats.of(lags, nums), LagStats.of(ages, nums)
 
 
 def _stop(parts: Sequence[Any]) -> None:

@@ -11,6 +11,7 @@ Ctrl-C is handled so on the main thread, while a collector is open, if nobody el
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # of CPython, as _thread
 import _thread
 import atexit
 import contextlib
@@ -157,7 +158,8 @@ def note_ctrl_c(owner: object) -> Callable[[], object]:
 
 def go_on_noting() -> None:
     """Note Ctrl-C again if that has ended; notebooks set Python's handler before each cell."""
-    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    # signal.getsignal() looks for a constant that equals the handler, which takes long.
+    is_default = _signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if _open and is_default and _is_main_thread():
         signal.signal(signal.SIGINT, _note if signal.SIGINT in _previous else _on_ctrl_c)
 

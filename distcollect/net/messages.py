@@ -43,7 +43,7 @@ from distcollect.version import __version__
 
 M = TypeVar("M")
 
-PROTOCOL = 9
+PROTOCOL = 10
 
 # Importing them takes seconds, and a supervisor needs nothing of them but their versions.
 _TORCH, _TENSORDICT = map(importlib.metadata.version, ("torch", "tensordict"))

@@ -25,11 +25,16 @@ class EventLoop:
             for it returns; no event enters the core while the core handles another.
     """
 
-    def __init__(self, fail: Callable[[BaseException], None]) -> None:
-        """Start without events; ``fail`` ends the run, after an error in the pool itself."""
+    def __init__(self, fail: Callable[[BaseException], None], decide: Callable[[], object]) -> None:
+        """Start without events.
+
+        Args:
+            fail: ends the run, after an error in the pool itself.
+            decide: called whenever all events are handled, as one more.
+        """
         self.lock = threading.RLock()
         self._is_handling = False
-        self._fail = fail
+        self._fail, self._decide = fail, decide
         self._events: deque[tuple[Any, ...]] = deque()  # see post()
 
     @contextlib.contextmanager
@@ -83,14 +88,17 @@ class EventLoop:
         """
         if self._is_handling:
             return
-        while self._events:
+        is_done = False
+        while not is_done:
             self._is_handling = True
             try:
                 while self._events:
                     event = self._events.popleft()
                     event[0](*event[1:])
+                self._decide()
             except Exception as error:
                 self._fail(error)
                 raise
             finally:
                 self._is_handling = False
+            is_done = not self._events

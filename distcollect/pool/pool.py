@@ -21,7 +21,7 @@ from PoolCore on are pure::
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -45,6 +45,7 @@ from distcollect.errors import (
     is_server,
 )
 from distcollect.pool.event_loop import EventLoop
+from distcollect.pool.policy_lag import VersionFrames
 from distcollect.pool.pool_core import PoolCore
 from distcollect.pool.requests import origin
 from distcollect.pool.setup_calls import SetupArguments, SetupCall
@@ -132,7 +133,7 @@ class Pool(MembershipObserver):
         self._has_servers = has_servers
         self._wait = wait
         self._waiting: list[Wakeup] = []  # of the user's threads
-        self._loop = EventLoop(self.fail)
+        self._loop = EventLoop(self.fail, lambda: self._core.decide())  # noqa: PLW0108 - made below
         self._core = PoolCore(
             plan,
             staleness,
@@ -392,7 +393,9 @@ class Pool(MembershipObserver):
             if delivery is not None:
                 self.given_up(delivery, "given_up")
             raise
-        delivery, awaited, late = self._loop.do(self._cancel)
+        delivery, self._delivery = self._delivery, None
+        if delivery is None:  # unless it comes just now
+            delivery, awaited, late = self._loop.do(self._cancel)
         if delivery is None:
             raise BatchTimeout(
                 f"no batch within {timeout_s:g} s; waited for {awaited}{self._places(late)}. "
@@ -428,30 +431,25 @@ class Pool(MembershipObserver):
             self._core.batch_cancelled()
         return delivery, *awaited
 
-    def delivered(
-        self,
-        delivery: Delivery,
-        lags: Sequence[Sequence[tuple[int, int]]],
-        masked: Mapping[int, int],
-    ) -> None:
-        """The user has a batch.
-
-        Args:
-            delivery: the batch.
-            lags: of each rollout, pairs (lag, frames).
-            masked: maps a worker_id to how many of its frames are masked as too stale.
+    def delivered(self, delivery: Delivery, counts: Sequence[Sequence[VersionFrames]]) -> None:
+        """The user has a batch; ``counts``: the frames of each rollout by their version.
 
         Raises:
             CollectorStateError: its frames are lost, as the pool was closed meanwhile.
         """
-        worker_ids = [rollout.header.worker_id for rollout in delivery.rollouts]
+        by_worker = [
+            (rollout.header.worker_id, each)
+            for rollout, of_rollout in zip(delivery.rollouts, counts, strict=True)
+            for each in of_rollout
+        ]
         with self._lock:
             if self._core.closed:
                 raise CollectorStateError("the collector was shut down")
-            self._stats_recorder.delivered(zip(worker_ids, lags, strict=True))
-            for worker_id, num_frames in masked.items():
-                self._core.requests.stale_frames[worker_id] += num_frames
-            self._loop.do(self._core.settle_delivered, delivery.requests, None)
+            self._stats_recorder.delivered((w, each.lag, each.num_frames) for w, each in by_worker)
+            for worker_id, each in by_worker:
+                if each.is_masked:
+                    self._core.requests.stale_frames[worker_id] += each.num_frames
+            self._core.settle_delivered(delivery.requests, None)  # nothing follows from it
 
     def given_up(self, delivery: Delivery, cause: str) -> None:
         """The user will not have a batch; its frames are lost by ``cause``."""

@@ -5,7 +5,8 @@ each event. What that asks of a worker only sets something going: the answer, ev
 once, is an event after the one that is handled now.
 
 An event changes what is known of a worker (:mod:`.worker_slots`) or of a rollout
-(:mod:`.requests`). Then one function, :meth:`PoolCore._decide`, looks at the whole state.
+(:mod:`.requests`). After the events that are there one function, :meth:`PoolCore.decide`, looks at
+the whole state.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ class PoolCore:
         self._plan = plan
         self._setup_calls = SetupCalls(self.slots, self._set_up)
         self._resumed_frames = 0
-        self._is_closing = False
+        self._is_closing = self._has_changed = False  # the second: there may be something to decide
         self._checked = 0  # the publications when rollouts were last checked for staleness
         # How many rollouts are fetched before the user asks for them. In async mode none before the
         # user has asked for the first one: it may be for another trainer.
@@ -143,7 +144,7 @@ class PoolCore:
         self.requests.stale_frames.setdefault(worker_id, 0)
         self._setup_calls.joined(slot)
         self._wake_user()
-        self._decide()
+        self._has_changed = True
 
     def worker_leaving(self, worker_id: int, incarnation: int) -> None:
         """A worker is to leave: nothing more is requested from it."""
@@ -152,7 +153,7 @@ class PoolCore:
             self.slots.become(slot, SlotState.LEAVING)
             self._setup_calls.gone(slot)
             self._wake_user()
-            self._decide()
+            self._has_changed = True
 
     def worker_lost(self, worker_id: int, incarnation: int, *, replaced: bool) -> None:
         """A worker is gone; what it was to collect is requested from others."""
@@ -162,7 +163,7 @@ class PoolCore:
             self.requests.vacate(slot)
         self._wake_user()
         # Also if it is only certain now that there is no replacement: its share waited for that.
-        self._decide()
+        self._has_changed = True
 
     # Events: weights.
 
@@ -176,7 +177,7 @@ class PoolCore:
     def acknowledged(self, worker_id: int) -> None:
         """A worker has a newer version."""
         self._refresh([worker_id])
-        self._decide()
+        self._has_changed = True
 
     def resumed(self, version: int, frames: int) -> None:
         """The run goes on where another one was.
@@ -221,7 +222,7 @@ class PoolCore:
         if error is not None:
             self.failed(slot, error)
         else:
-            self._decide()
+            self._has_changed = True
 
     # What workers are asked, and the events of their answers.
 
@@ -268,7 +269,9 @@ class PoolCore:
         self.requests.offered(request, offer, self._clock())
         self._give_up_if_stale(request)
         self._setup_calls.go_on(request.slot)  # it may have waited for the end of the rollout
-        self._decide()
+        if self._bound is None:
+            self._fetch()  # mostly it is here at once, and all else is decided only once
+        self._has_changed = True
 
     def _preempt(self) -> None:
         for request in self.requests.preempt_all():
@@ -292,7 +295,7 @@ class PoolCore:
         self._stats_recorder.fetched(header.worker_id, header.num_bytes, took_ns)
         self.requests.fetched(request, tensors)
         self._give_up_if_stale(request)
-        self._decide()
+        self._has_changed = True
 
     def _keep(self, request: RolloutRequest) -> None:
         self.requests.keep(request, secrets.token_hex(8))
@@ -310,7 +313,7 @@ class PoolCore:
         request.held, request.is_held = held, True
         if request is not self._chosen:
             self._take_back(request)  # the user waits for it no longer
-        self._decide()
+        self._has_changed = True
 
     def _kept_no_longer(
         self, request: RolloutRequest, is_taken: bool, error: BaseException | None
@@ -321,7 +324,7 @@ class PoolCore:
             self.failed(request.slot, error)
         else:
             self.requests.keep_no_longer(request, None if is_taken else self._untaken)
-            self._decide()
+            self._has_changed = True
 
     def _take_back(self, request: RolloutRequest) -> None:
         self.call(request.slot, WorkerService.cancel_handover, request.key)
@@ -342,7 +345,7 @@ class PoolCore:
                 self.requests.ledger.env_failed(*key, error.num_env_faults)
                 self._stats_recorder.env_failed(error.env_faults)
             self._failure_sink.report(slot.worker_id, slot.incarnation, error, is_final=is_final)
-        self._decide()
+        self._has_changed = True
 
     # Events: what the user wants.
 
@@ -364,7 +367,7 @@ class PoolCore:
                 self.slots.refresh(slot)
         else:
             self._prefetch = 0 if wanted is Wanted.REFERENCE else _PREFETCH
-        self._decide()
+        self._has_changed = True
 
     def batch_cancelled(self) -> None:
         """The user waits no longer, though the batch is not there."""
@@ -390,7 +393,7 @@ class PoolCore:
             if request.state is RolloutState.KEPT:
                 self._take_back(request)
         if cause is not None:
-            self._decide()
+            self._has_changed = True
 
     def end_early(self) -> None:
         """Have the workers that collect for this batch, now or later, deliver what they have."""
@@ -416,10 +419,11 @@ class PoolCore:
 
     # Decisions.
 
-    def _decide(self) -> None:
-        """Look at the whole state after an event, and do all that is possible now."""
-        if self.closed:
+    def decide(self) -> None:
+        """Look at the whole state after some events, and do all that is possible now."""
+        if self.closed or not self._has_changed:
             return
+        self._has_changed = False
         if self._bound is not None and self.wanted is not None:
             self._give_up_stale(self._bound)
         self._fetch()

@@ -64,10 +64,11 @@ def assemble(
             tree[name] = torch.from_numpy(np.zeros((*size, 1), bool))
         _cut_agents(layout, after)
 
+    names = [*[None] * (len(size) - 1), "time"]
+
     def made(tree: dict[str, Any]) -> TensorDict:
         # Without the checks of TensorDict(), which take half of the time in which a batch is made.
-        names = [*[None] * (len(size) - 1), "time"]
-        return TensorDict._new_unsafe(tree, batch_size=size, names=names)  # noqa: SLF001
+        return TensorDict._new_unsafe(tree, batch_size=size, names=names[:])  # noqa: SLF001
 
     tree["next"] = made(nested(after))
     tree["collector"] = made(collector_entries(rollouts, flat, mask=mask))

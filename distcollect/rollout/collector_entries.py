@@ -25,7 +25,7 @@ def collector_entries(
     if num_frames < traj_ids.numel() and not mask:
         raise ValueError("a rollout is padded, so its batch needs a mask")
     ids = [rollout.header.worker_id for rollout in rollouts]
-    worker_ids = np.repeat(ids, traj_ids.numel() // len(ids)).reshape(traj_ids.shape)
+    worker_ids = np.array(ids).repeat(traj_ids.numel() // len(ids)).reshape(traj_ids.shape)
     collector = {
         "traj_ids": traj_ids,
         "policy_version": flat[POLICY_VERSION],

@@ -29,8 +29,9 @@ from distcollect.transport.start import start_transport
 
 log = logging.getLogger(__name__)
 
-# Hundreds of workers are pinged at hundreds of instants; handled together they cost less.
-_CHECK_PERIOD_S = 0.05
+# Hundreds of workers are pinged at hundreds of instants; handled together they cost less. But many
+# checks are made in the time after which a silent worker is lost.
+_CHECK_PERIOD_S, _CHECKS_PER_SILENCE = 0.25, 40
 
 _open_numbers: set[int] = set()  # of collectors
 _numbering = threading.Lock()
@@ -305,6 +306,7 @@ class Workers:
 
     def _run(self) -> None:
         reminder = Reminder(time.monotonic())
+        period_s = min(_CHECK_PERIOD_S, self._faults.silence_timeout_s / _CHECKS_PER_SILENCE)
         checked_at = 0.0
         while True:
             now = time.monotonic()
@@ -313,7 +315,7 @@ class Workers:
             elif reminder.is_due(now):
                 self._guarded(partial(self._lifecycle.report_start, now - reminder.began))
             next_check = min(self._lifecycle.next_check(now), reminder.at)
-            due = max(next_check, checked_at + _CHECK_PERIOD_S)
+            due = max(next_check, checked_at + period_s)
             # Python can't wait for much longer than an hour at once; a check in between does no
             # harm.
             pause_s = min(due - now, 3600.0)

@@ -149,7 +149,7 @@ class StatsRecorder:
 
     def _switch(self, activity: Activity | None) -> None:
         """Count the time up to now for the present activity, if it changes."""
-        if self._has_ended or activity == self._activity:
+        if activity == self._activity or self._has_ended:
             return
         now = self._clock()
         if self._activity is None:
@@ -181,10 +181,9 @@ class StatsRecorder:
             tally.counts["num_episodes"] += len(work.returns)
             self._faults.extend(header.faults)
             self._recent.extend(zip(work.returns, work.lengths, strict=True))
-            metrics = work.metrics or {}
-            for name in self._names:
+            for name, values in (work.metrics or {}).items():
                 for recent in (self._metrics, tally.metrics):
-                    recent[name].extend(metrics.get(name, ()))
+                    recent[name].extend(values)
 
     def evaluated(self, evaluation: Evaluation) -> None:
         """Episodes were played to evaluate the policy."""
@@ -230,13 +229,11 @@ class StatsRecorder:
             now = self._clock()
             self._trace.fetched(worker_id, now - took_ns, now)
 
-    def delivered(self, batch: Iterable[tuple[int, Sequence[tuple[int, int]]]]) -> None:
-        """A batch was delivered: of each rollout the worker_id and pairs (lag, frames)."""
+    def delivered(self, batch: Iterable[tuple[int, int, int]]) -> None:
+        """A batch was delivered: worker_ids, lags, and the numbers of frames that have them."""
         with self._lock:
-            for worker_id, lags in batch:
-                counts = self._tally(worker_id).lags
-                for lag, count in lags:
-                    counts[lag] += count
+            for worker_id, lag, count in batch:
+                self._tally(worker_id).lags[lag] += count
             now = self._clock()
             if now - self._marks[-1].at >= _MARK_EVERY_NS:
                 self._marks.append(self._mark(now))

@@ -6,7 +6,6 @@ memory of :mod:`~distcollect.common.tensor_cache`.
 
 from __future__ import annotations
 
-import copyreg
 import io
 import pickle
 from collections.abc import Sequence
@@ -37,10 +36,13 @@ def pack(value: object) -> list[Buffer]:
         views.append(view)
         return False
 
-    pickler = pickle.Pickler(file, protocol=5, buffer_callback=keep)
-    pickler.dispatch_table = {**copyreg.dispatch_table, torch.Tensor: _reduced}
-    pickler.dump(value)
+    _Pickler(file, protocol=5, buffer_callback=keep).dump(value)
     return [file.getbuffer(), *views]
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        return _reduced(value) if type(value) is torch.Tensor else NotImplemented
 
 
 def unpack(parts: Sequence[Buffer]) -> Any:

@@ -7,7 +7,7 @@ A question has a number; its answer has the same::
     trainer                                  worker
     (CALL, method, args, kwargs)  ─────────▶
                                   ◀─────────  the value, or a Failure
-    (COLLECT, request)            ─────────▶
+    (COLLECT, *request)           ─────────▶
                                   ◀─────────  the header, and its tensors if they are small
     (FETCH, number of a COLLECT)  ─────────▶
                                   ◀─────────  the tensors, or a Failure
@@ -142,7 +142,7 @@ class TcpTransport(PeerTransport[_Peer]):
 
     def collect(self, peer: int, request: CollectRequest, deliver: Deliver) -> None:
         inline_bytes = min(_INLINE_BYTES, _INLINE_BYTES_OF_ALL // (len(self._peers) or 1))
-        request = request._replace(shared=self.shares_memory(peer), inline_bytes=inline_bytes)
+        asked = (*request[:-2], self.shares_memory(peer), inline_bytes)
 
         def offer(sent: tuple[Header, int, list[Any] | None], error: BaseException | None) -> None:
             if error is not None:
@@ -151,7 +151,7 @@ class TcpTransport(PeerTransport[_Peer]):
             header, number, tensors = sent
             deliver(Offer(header, partial(self._fetch, peer, number, tensors)), None)
 
-        self._ask(peer, (Question.COLLECT, request), offer)
+        self._ask(peer, (Question.COLLECT, *asked), offer)
 
     def _fetch(self, peer: int, number: int, tensors: list[Any] | None, deliver: Deliver) -> None:
         """Move a rollout here; ``tensors``: they came with its header."""

@@ -25,6 +25,7 @@ from torch import nn
 from benchmarks.items import Values
 from distcollect.config import Staleness, WeightSync
 from distcollect.policy.weight_layout import WeightLayout
+from distcollect.pool.policy_lag import VersionFrames
 from distcollect.pool.pool import Pool
 from distcollect.pool.worker_slots import BatchPlan
 from distcollect.rollout.header import Header
@@ -170,7 +171,8 @@ class SimulatedRun:
         """Get batches as a collector does."""
         for _ in range(num_batches):
             delivery = self.pool.get(_LIMIT_S)
-            self.pool.delivered(delivery, [[(0, _NUM_STEPS)]] * len(delivery.rollouts), {})
+            counts = [[VersionFrames(0, 0, _NUM_STEPS, is_masked=False)]] * len(delivery.rollouts)
+            self.pool.delivered(delivery, counts)
             del delivery
 
     def close(self) -> None:

@@ -62,6 +62,7 @@ class Play:
         self, plan: BatchPlan, num_workers: int, *, staleness: Staleness | None = None
     ) -> None:
         self.has: dict[int, int] = {}  # worker_id to the version that it has
+        self.loop = EventLoop(self.fail, lambda: self.core.decide())  # noqa: PLW0108 - made below
         self.core = PoolCore(
             plan,
             staleness,
@@ -69,7 +70,7 @@ class Play:
             self,
             StatsRecorder(),
             acknowledged=lambda w: self.has.get(w, 0),
-            post=EventLoop(self.fail).post,
+            post=self.loop.post,
             clock=lambda: 1,
             deliver=self.deliver,
             wake_user=lambda: None,
@@ -127,25 +128,26 @@ class Play:
 
     def want(self) -> list[int] | None:
         """The user asks for a batch; whose rollouts it gets, if they are there."""
-        self.core.batch_wanted(self.wanted)
+        self.loop.do(self.core.batch_wanted, self.wanted)
         return self.delivered.pop() if self.delivered else None
 
     def join(self, worker_id: int, incarnation: int = 0) -> None:
-        self.core.worker_joined(worker_id, incarnation, 10 * worker_id + incarnation, 0)
+        who = worker_id, incarnation, 10 * worker_id + incarnation
+        self.loop.do(self.core.worker_joined, *who, 0)
 
     def lose(self, worker_id: int, *, replaced: bool) -> None:
         self.open = [request for request in self.open if request.worker_id != worker_id]
-        self.core.worker_lost(worker_id, 0, replaced=replaced)
+        self.loop.do(lambda: self.core.worker_lost(worker_id, 0, replaced=replaced))
 
     def leave(self, worker_id: int) -> None:
-        self.core.worker_leaving(worker_id, 0)
+        self.loop.do(self.core.worker_leaving, worker_id, 0)
 
     def publish(self, version: int, worker_ids: list[int]) -> None:
-        self.core.published(version, worker_ids)
+        self.loop.do(self.core.published, version, worker_ids)
 
     def acknowledge(self, worker_id: int, version: int) -> None:
         self.has[worker_id] = version
-        self.core.acknowledged(worker_id)
+        self.loop.do(self.core.acknowledged, worker_id)
 
     def finish(self, worker_id: int, version: int = 0) -> Asked:
         """A worker's oldest rollout lies on it."""

@@ -128,11 +128,11 @@ def collect_with(num_batches: int, num_workers: int, *, push: bool = False) -> N
 @pytest.mark.parametrize(
     ("threads", "num_workers", "expected"),
     [
-        pytest.param("distcollect", 1, Work(220, 145, 5280), id="trainer, a batch of one rollout"),
+        pytest.param("distcollect", 1, Work(203, 145, 5050), id="trainer, a batch of one rollout"),
         pytest.param(
-            "distcollect", 8, Work(540, 320, 12100), id="trainer, a batch of eight rollouts"
+            "distcollect", 8, Work(500, 320, 11235), id="trainer, a batch of eight rollouts"
         ),
-        pytest.param("worker", 1, Work(684, 445, 23800), id="trainer and a worker, a batch of one"),
+        pytest.param("worker", 1, Work(650, 433, 23140), id="trainer and a worker, a batch of one"),
     ],
 )
 def test_a_batch_of_workers(threads: str, num_workers: int, expected: Work) -> None:

@@ -8,10 +8,18 @@ import pytest
 from helpers.core_play import FRAMES, SYNC, Play
 
 from distcollect.config import Staleness
+from distcollect.pool.event_loop import EventLoop
 from distcollect.transport.protocol import NUM_SLABS
 
 AHEAD = replace(SYNC, sync=False, num_rollouts=1)
 IN_TURN = replace(AHEAD, in_turn=True)
+
+
+def test_all_is_decided_once_after_an_event_and_those_that_it_leads_to() -> None:
+    seen: list[str] = []
+    loop = EventLoop(pytest.fail, lambda: seen.append("decide"))
+    loop.do(lambda: [loop.post(seen.append, "second"), seen.append("first")])
+    assert seen == ["first", "second", "decide"]
 
 
 def test_a_batch_of_many_workers_is_asked_for_once_and_lost_shares_of_as_many_others() -> None:

@@ -160,7 +160,7 @@ def test_rates_are_of_late_and_on_average(
     stats_recorder.switch_to("collect")
     for number in frames:
         clock.now += int(step_s * S)
-        stats_recorder.delivered([(0, [(0, number)])])
+        stats_recorder.delivered([(0, 0, number)])
     clock.now += int(pause_s * S)
     stats = snapshot(stats_recorder)
     assert stats.frames_per_s == stats.workers[0].frames_per_s == pytest.approx(rate)
