@@ -392,7 +392,7 @@ def test_a_worker_joins_a_running_trainer_and_leaves_with_it(
     assert marked.gone(END_S), marked.left()
 
 
-@pytest.mark.parametrize("closes", [True, False])
+@pytest.mark.parametrize("closes", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_exit_status_of_a_worker_that_joined_a_run_that_fails(
     marked: Marked, token_file: Path, port: int, closes: bool
 ) -> None:
@@ -452,11 +452,3 @@ def test_what_nobody_can_tell_of_at_the_end_is_in_the_ledger(
     assert 0 < collector.ledger.workers[1].at_most <= 2 * 40
     assert collector.ledger.workers[0].at_most == 0
     assert marked.gone(END_S), marked.left()
-
-
-def test_workers_whose_envs_have_other_spaces() -> None:
-    said = (
-        r"differ from the others': observation \[[46]\] .* instead of observation \[[46]\] .*equal"
-    )
-    with pytest.raises(dc.WorkerError, match=said):
-        dc.MultiSyncDataCollector(["CartPole-v1", "Acrobot-v1"], frames_per_batch=40).next()
