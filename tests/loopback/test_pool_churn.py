@@ -14,7 +14,7 @@ from distcollect.config import Staleness
 from distcollect.errors import BatchTimeout
 from distcollect.pool.worker_slots import BatchPlan
 
-NUM_BATCHES = 2000
+NUM_BATCHES = 1000
 NUM_SYNC = NUM_BATCHES // 2  # these have several rollouts each
 DROP_NONE = Staleness(0, mode="drop")
 

@@ -15,7 +15,7 @@ IN_TURN = replace(AHEAD, in_turn=True)
 
 
 def test_a_batch_of_many_workers_is_asked_for_once_and_lost_shares_of_as_many_others() -> None:
-    num_workers, num_lost = 2000, 700
+    num_workers, num_lost = 1000, 350
     play = Play(replace(SYNC, num_rollouts=num_workers), num_workers)
     assert play.take_asked() == [], "no batch is wanted yet"
     play.want()
