@@ -100,7 +100,7 @@ Run = Callable[..., Program]
         pytest.param(PYTHON, "vector", "raise", id="python-vector-raise"),
         pytest.param(ONE_WORKER, "fine", "normal", id="torchrun-normal", marks=slow),
         pytest.param(ONE_WORKER, "fine", "break", id="torchrun-break", marks=slow),
-        pytest.param(ONE_WORKER, "fine", "raise", id="torchrun-raise"),
+        pytest.param(ONE_WORKER, "fine", "raise", id="torchrun-raise", marks=slow),
     ],
 )
 def test_ends_by_itself(run: Run, launcher: list[str], kind: str, end: str) -> None:
