@@ -18,8 +18,8 @@ from typing import Any
 from helpers.light_workers import Light, collect_all
 from helpers.loopback_transport import answer_of
 from helpers.rpc_world import Rpc
-from helpers.scripts.transport_peer import rollout
 from helpers.transport_contract import SOON_S, Tcp, Tls
+from helpers.transport_peer import rollout
 
 from benchmarks.items import Values
 from distcollect.common.peer_ids import identity

@@ -29,7 +29,11 @@ def impala() -> ModuleType:
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("train_sac", ["--prioritized"]), ("train_sac_torchrl", []), ("train_sac", [])],
+    [
+        pytest.param("train_sac", ["--prioritized"], marks=pytest.mark.slow),
+        ("train_sac_torchrl", []),
+        ("train_sac", []),
+    ],
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torchrl's
 def test_sac_runs(tmp_path: Path, sac: ModuleType, name: str, options: list[str]) -> None:

@@ -136,7 +136,10 @@ def scaled_cartpole() -> gym.Env[np.ndarray, np.int64]:
 
 
 @pytest.mark.usefixtures("_one_thread")
-@pytest.mark.parametrize(("normalize", "learns"), [(None, False), (dc.Normalize(), True)])
+@pytest.mark.parametrize(
+    ("normalize", "learns"),
+    [pytest.param(None, False, marks=pytest.mark.slow), (dc.Normalize(), True)],
+)
 def test_learns_from_observations_of_any_scale_if_they_are_normalised(
     script: ModuleType, normalize: dc.Normalize | None, learns: bool
 ) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 
 import torch
+from helpers import transport_peer
 from helpers.join_server import TOKEN
 from helpers.loopback_transport import answer_of
 from helpers.transport_contract import SOON_S, Tcp
@@ -26,13 +27,10 @@ class Light(Tcp):
         super().__init__()
 
     def add_peer(self) -> int:
-        process = self.start(self.server.port, TOKEN, self.number)
-        assert process.stdin is not None
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
+        process = self.start(transport_peer.serve_many, self.server.port, TOKEN, self.number)
+        assert process.recv() == "ready"
         begin = time.monotonic()
-        process.stdin.write("\n")
-        process.stdin.flush()
+        process.send("begin")
         self.peers = []
         for _ in range(self.number):
             connection = self.events.next("admitted")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
+from helpers import transport_peer
 from helpers.transport_contract import Processes
 
 from distcollect.common.peer_ids import identity
@@ -25,12 +25,11 @@ class Rpc(Processes):
 
     def add_peer(self) -> int:
         peer = identity().new_peer()  # ids are never used twice in one process
-        stdout = self.start(json.dumps(rpc_agents.CHANNELS)).stdout
-        assert stdout is not None
-        self.transport.connect(peer, PeerAddress(stdout.readline().strip()))
+        process = self.start(transport_peer.serve_rpc, rpc_agents.CHANNELS)
+        self.transport.connect(peer, PeerAddress(process.recv()))
         return peer
 
     def sent_bytes(self) -> int:
         """The bytes that the peer has written to its sockets (with the channel "basic" alone)."""
-        counters = Path(f"/proc/{self.processes[0].pid}/io").read_text().splitlines()
+        counters = Path(f"/proc/{self.pid}/io").read_text().splitlines()
         return int(dict(line.split(": ") for line in counters)["wchar"])

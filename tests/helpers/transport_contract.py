@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import signal
 import socket
 import struct
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers import transport_peer
 from helpers.join_server import TOKEN, Recorder
 from helpers.loopback_transport import LoopbackTransport, answer_of
-from helpers.paths import TESTS
-from helpers.scripts.transport_peer import WORKER_ID, Service, rollout
+from helpers.transport_peer import WORKER_ID, Service, rollout
 from helpers.waiting import stop_process
 
 import distcollect as dc
@@ -67,38 +70,51 @@ class Loopback(World):
 
 
 class Processes(World):
-    """A transport with peers in other processes."""
+    """A transport with peers in other processes.
+
+    They are forked from one that has imported torch, which takes longer than most tests.
+    """
 
     def __init__(self) -> None:
-        self.processes: list[subprocess.Popen[str]] = []
+        self.processes: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
         self.peer = self.add_peer()
 
     def add_peer(self) -> int:
         raise NotImplementedError
 
-    def start(self, *args: object) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "helpers.scripts.transport_peer", *map(str, args)],
-            cwd=TESTS,
-            env={**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self.processes.append(process)
-        return process
+    def start(self, serve: Callable[..., None], *args: object) -> Connection:
+        """Run ``serve`` in a process; return what it may tell by."""
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([transport_peer.__name__])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+            patch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
+            forkserver.ensure_running()
+        ours, theirs = context.Pipe()
+        process = context.Process(target=serve, args=(theirs, *args))
+        process.start()
+        theirs.close()
+        self.processes.append((process, ours))
+        return ours
 
     def kill(self) -> None:
-        self.processes[0].kill()
+        os.kill(self.pid, signal.SIGKILL)
+
+    @property
+    def pid(self) -> int:
+        pid = self.processes[0][0].pid
+        assert pid is not None
+        return pid
 
     def stop(self) -> None:
-        stop_process(self.processes[0].pid)
+        stop_process(self.pid)
 
     def close(self) -> None:
         super().close()
-        for process in self.processes:
+        for process, pipe in self.processes:
             process.kill()
-            process.communicate()
+            process.join()
+            pipe.close()
 
 
 class Tcp(Processes):
@@ -112,11 +128,10 @@ class Tcp(Processes):
         super().__init__()
 
     def add_peer(self) -> int:
-        stdout = self.start(self.server.port, TOKEN).stdout
-        assert stdout is not None
+        process = self.start(transport_peer.serve_tcp, self.server.port, TOKEN)
         connection = self.connection = self.events.next("admitted")
         peer = identity().new_peer()
-        self.transport.connect(peer, PeerAddress(stdout.readline().strip()), connection)
+        self.transport.connect(peer, PeerAddress(process.recv()), connection)
         return peer
 
     def sent_bytes(self) -> int:

@@ -247,7 +247,7 @@ def test_a_slow_link_and_cables_that_are_pulled(network: Network) -> None:
     network.cable(3, "up")
 
 
-@pytest.mark.parametrize("who", ["a rank", "the trainer"])
+@pytest.mark.parametrize("who", [pytest.param("a rank", marks=pytest.mark.slow), "the trainer"])
 def test_restarts(network: Network, marked: Marked, who: str) -> None:
     """One rank fails: torchrun starts all again, and nothing old disturbs them."""
     options = ("--nnodes=2", "--nproc-per-node=1", "--rdzv-endpoint=node1:29515")
@@ -289,7 +289,7 @@ def test_srun_where_names_stand_for_127_0_1_1(network: Network) -> None:
         assert seen["listening"] == [f"{SECOND}.1"]
 
 
-@pytest.mark.parametrize("transport", ["rpc", "tcp"])
+@pytest.mark.parametrize("transport", ["rpc", pytest.param("tcp", marks=pytest.mark.slow)])
 def test_doctor_by_torchrun(network: Network, tmp_path: Path, transport: str) -> None:
     """It finds the wrong names, and nothing else; it uses the user's own token."""
     file = tmp_path / "token"

@@ -27,7 +27,10 @@ from helpers.launching import (
 from helpers.paths import TESTBED
 
 NUM_HOSTS = 3
-
+# The other transport before each release only: so many ranks take long to start.
+over_each = pytest.mark.parametrize(
+    "transport", ["tcp", pytest.param("rpc", marks=pytest.mark.slow)]
+)
 
 pytestmark = [
     pytest.mark.usefixtures("marked"),  # whose end kills what a failed test leaves
@@ -97,7 +100,7 @@ def test_a_host_that_vanishes_while_it_receives_weights_leaves_the_others_in_one
 
 
 @pytest.mark.timeout(400)  # nine ranks start, which takes long on a busy machine
-@pytest.mark.parametrize("transport", ["rpc", "tcp"])
+@over_each
 def test_weights_travel_once_to_each_host(on_host, monkeypatch, transport):
     """To three workers there; also if the one that passes them on dies while it does."""
     monkeypatch.setenv("DISTCOLLECT_TRANSPORT", transport)
@@ -179,7 +182,7 @@ def test_each_host_has_an_inference_server_that_outlives_who_started_it(on_host)
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("transport", ["rpc", "tcp"])
+@over_each
 def test_the_inference_server_of_a_rank_serves_workers_of_other_hosts(on_host, transport):
     """It is on the second host, with two workers; the third one is on the trainer's host."""
     given = {"SERVER_RANKS": "3", "DISTCOLLECT_TRANSPORT": transport}

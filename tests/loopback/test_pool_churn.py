@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from helpers.pool_simulation import FRAMES, Run
+from helpers.pool_simulation import FLAT, FRAMES, Run
 
 from distcollect.config import Staleness
 from distcollect.errors import BatchTimeout
 from distcollect.pool.worker_slots import BatchPlan
 
-NUM_BATCHES = 2000
+NUM_BATCHES = 1000
 NUM_SYNC = NUM_BATCHES // 2  # these have several rollouts each
 DROP_NONE = Staleness(0, mode="drop")
 
@@ -24,6 +25,24 @@ SYNC = BatchPlan(
 
 
 ASYNC = replace(SYNC, sync=False, num_rollouts=1, num_frames=NUM_BATCHES * FRAMES)
+
+
+@pytest.mark.parametrize("k", range(5))
+@pytest.mark.parametrize(("every", "to_all"), [(1, True), (2, True), (7, True), (1, False)])
+def test_a_steady_habit_costs_no_rollout(every: int, to_all: bool, k: int) -> None:
+    """Weights go to all workers or to some, after each batch or after several."""
+    plan = replace(ASYNC, num_frames=None)
+    run = Run(k, plan, staleness=Staleness(k), num_workers=random.Random(k).randint(1, 16))
+    for number in range(1, 151):
+        run.gather()
+        if number % every == 0:
+            workers = run.pool.worker_ids
+            some = run.rng.sample(workers, run.rng.randint(1, len(workers)))
+            run.pool.push(FLAT, workers if to_all else some)
+        for _ in range(run.rng.choice([0, 0, 1, 5])):
+            run.happen()
+    assert "stale" not in run.pool.ledger.total.lost
+    run.finish()
 
 
 def script(run: Run, *steps: Callable[[], Any]) -> None:

@@ -35,7 +35,8 @@ def test_goes_on_where_it_was(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("mode", "number", "exit_code"),
     [
-        ("step", signal.SIGTERM, signals.EXIT_TO_RESUME),
+        # test_without_rpc.py runs this one each time.
+        pytest.param("step", signal.SIGTERM, signals.EXIT_TO_RESUME, marks=pytest.mark.slow),
         ("wait", signal.SIGUSR2, signals.EXIT_TO_RESUME),
         ("wait", signal.SIGINT, -signal.SIGINT),
     ],

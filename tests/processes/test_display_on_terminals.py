@@ -68,7 +68,7 @@ def test_on_a_terminal(ending: str, says: str) -> None:
     assert shown.rfind("\x1b[?25h") > shown.rfind("\x1b[?25l")
 
 
-@pytest.mark.parametrize("zygote", ["keep", "off"])
+@pytest.mark.parametrize("zygote", ["keep", pytest.param("off", marks=pytest.mark.slow)])
 def test_what_workers_print_is_above_the_display(zygote: str) -> None:
     script = str(SCRIPTS / "printing_workers.py")
     shown, status = on_terminal(script, "5", DISTCOLLECT_ZYGOTE=zygote)

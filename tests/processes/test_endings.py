@@ -21,7 +21,6 @@ slow = pytest.mark.slow
 PYTHON = [sys.executable]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 ONE_WORKER = [*TORCHRUN, "--nproc-per-node=2"]
-TWO_WORKERS = [*TORCHRUN, "--nproc-per-node=3"]
 
 
 class Program:
@@ -95,13 +94,13 @@ Run = Callable[..., Program]
     [
         pytest.param(PYTHON, "fine", "normal", id="python-normal", marks=slow),
         pytest.param(PYTHON, "fine", "break", id="python-break"),
-        pytest.param(PYTHON, "fine", "raise", id="python-raise"),
+        pytest.param(PYTHON, "fine", "raise", id="python-raise", marks=slow),
         pytest.param(PYTHON, "vector", "normal", id="python-vector-normal", marks=slow),
         pytest.param(PYTHON, "vector", "break", id="python-vector-break", marks=slow),
         pytest.param(PYTHON, "vector", "raise", id="python-vector-raise"),
         pytest.param(ONE_WORKER, "fine", "normal", id="torchrun-normal", marks=slow),
         pytest.param(ONE_WORKER, "fine", "break", id="torchrun-break", marks=slow),
-        pytest.param(ONE_WORKER, "fine", "raise", id="torchrun-raise"),
+        pytest.param(ONE_WORKER, "fine", "raise", id="torchrun-raise", marks=slow),
     ],
 )
 def test_ends_by_itself(run: Run, launcher: list[str], kind: str, end: str) -> None:
@@ -129,10 +128,10 @@ def test_ends_by_itself(run: Run, launcher: list[str], kind: str, end: str) -> N
         pytest.param("fine", "SIGKILL", False, marks=slow),
         pytest.param("hang", "SIGINT", False, marks=slow),
         pytest.param("hang", "SIGKILL", False, marks=slow),
-        ("gil", "SIGINT", True),
+        pytest.param("gil", "SIGINT", True, marks=slow),
         ("gil", "SIGTERM", False),
         ("gil", "SIGKILL", False),
-        ("vector", "SIGINT", True),
+        pytest.param("vector", "SIGINT", True, marks=slow),
         ("vector", "SIGKILL", False),
     ],
 )
@@ -154,14 +153,15 @@ def test_ctrl_c_while_weights_go_to_a_worker_that_is_stuck(run: Run) -> None:
 @pytest.mark.parametrize(
     ("kind", "number", "whom"),
     [
-        ("fine", "SIGINT", "group"),
+        # Over TCP test_without_rpc.py runs it each time.
+        pytest.param("fine", "SIGINT", "group", marks=slow),
         pytest.param("fine", "SIGTERM", "torchrun", marks=slow),
         ("hang", "SIGTERM", "torchrun"),
         ("gil", "SIGKILL", "trainer"),
     ],
 )
 def test_torchrun_is_ended(run: Run, kind: str, number: str, whom: str) -> None:
-    program = run(TWO_WORKERS, kind, "forever")
+    program = run(ONE_WORKER, kind, "forever")
     program.await_line("stuck" if kind in {"hang", "gil"} else "batch")
     if whom == "group":
         # A terminal's Ctrl-C reaches the ranks too, which torchrun puts into its own group.

@@ -9,16 +9,16 @@ import signal
 import subprocess
 import sys
 
-import pytest
 from helpers.paths import SCRIPTS
-from helpers.transports import TRANSPORTS
 
 SCRIPT = SCRIPTS / "hand_over.py"
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_between_two_trainers(transport: str) -> None:
-    """Also if the worker is killed before the second trainer has taken its rollout."""
+def test_between_two_trainers() -> None:
+    """Also if the worker is killed before the second trainer has taken its rollout.
+
+    Over RPC; ``test_without_rpc.py`` runs this over TCP.
+    """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
     with subprocess.Popen(
         [*command, str(SCRIPT)],
@@ -26,7 +26,6 @@ def test_between_two_trainers(transport: str) -> None:
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        env={**os.environ, "DISTCOLLECT_TRANSPORT": transport},
     ) as launch:
         try:
             output, _ = launch.communicate(timeout=120)

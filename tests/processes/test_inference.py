@@ -777,7 +777,9 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL]
+)
 def test_a_signal_ends_all_processes(number: signal.Signals, tmp_path: Path) -> None:
     script, mark = tmp_path / "script.py", str(tmp_path)
     script.write_text(SCRIPT)

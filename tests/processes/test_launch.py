@@ -40,6 +40,7 @@ def test_torchrun_on_one_host():
         assert seen["listening"] == ["127.0.0.1"]
 
 
+@pytest.mark.slow  # tests/hosts has two ranks of one host that share a server, and one apart
 def test_ranks_of_torchrun_on_one_host_share_an_inference_server():
     launch = start(torchrun("--standalone", "--nproc-per-node=4", script=SERVED))
     first = told(launch, "served")
@@ -58,6 +59,7 @@ def test_ranks_of_torchrun_on_one_host_share_an_inference_server():
 
 
 @needs_ss
+@pytest.mark.slow  # test_without_rpc.py runs it each time
 def test_slurm_variables_on_one_host():
     ranks = [start([sys.executable, SCRIPT], **slurm_variables(rank, 1, 2)) for rank in range(2)]
     for seen in report(finish(ranks)[0]):
@@ -133,6 +135,7 @@ def test_two_trainers_by_slurm_variables():
     check_trainers(finish(ranks)[0], [1, 1])
 
 
+@pytest.mark.slow  # test_without_rpc.py runs it each time
 def test_a_process_group_and_what_is_beside_it():
     """TorchRL's collector of that name: one connection for each worker, and nobody listens more."""
     command = torchrun("--standalone", "--nproc-per-node=3", script=BESIDE_A_GROUP)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from helpers.light_workers import Light, collect_all
-from helpers.scripts.transport_peer import Service
 from helpers.transport_contract import SMALL, check, num_threads
+from helpers.transport_peer import Service
 
 # Of 400 kB: with these, memory that is not given back would show.
 WIDE = 10_000

@@ -53,9 +53,14 @@ def exits() -> Exits:
     return Exits()
 
 
+@pytest.fixture(scope="module")
+def _no_older_zygote() -> None:
+    """Guards are forked from it: that of another module may lack the mark."""
+    zygote.close()
+
+
 @pytest.fixture
-def processes(marked: Marked, exits: Exits) -> Iterator[LocalProcesses]:
-    zygote.close()  # guards are forked from it: that of an earlier test may lack the mark
+def processes(_no_older_zygote: None, marked: Marked, exits: Exits) -> Iterator[LocalProcesses]:
     processes = LocalProcesses(exits)
     yield processes
     processes.close(0)

@@ -393,7 +393,12 @@ def test_a_worker_joins_a_running_trainer_and_leaves_with_it(
 
 
 @pytest.mark.parametrize(
-    ("closes", "ends"), [(True, "raise ValueError"), (False, "raise ValueError"), (True, "exit(1)")]
+    ("closes", "ends"),
+    [
+        (True, "raise ValueError"),
+        pytest.param(False, "raise ValueError", marks=pytest.mark.slow),
+        pytest.param(True, "exit(1)", marks=pytest.mark.slow),
+    ],
 )
 def test_the_exit_status_of_a_worker_that_joined_a_run_that_fails(
     marked: Marked, token_file: Path, port: int, closes: bool, ends: str
@@ -454,11 +459,3 @@ def test_what_nobody_can_tell_of_at_the_end_is_in_the_ledger(
     assert 0 < collector.ledger.workers[1].at_most <= 2 * 40
     assert collector.ledger.workers[0].at_most == 0
     assert marked.gone(END_S), marked.left()
-
-
-def test_workers_whose_envs_have_other_spaces() -> None:
-    said = (
-        r"differ from the others': observation \[[46]\] .* instead of observation \[[46]\] .*equal"
-    )
-    with pytest.raises(dc.WorkerError, match=said):
-        dc.MultiSyncDataCollector(["CartPole-v1", "Acrobot-v1"], frames_per_batch=40).next()

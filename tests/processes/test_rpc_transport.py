@@ -10,8 +10,8 @@ from typing import cast
 import pytest
 import torch
 from helpers.loopback_transport import answer_of
-from helpers.scripts.transport_peer import WORKER_ID, Service
 from helpers.transport_contract import LARGE, SMALL, SOON_S, TransportContract, check, num_threads
+from helpers.transport_peer import WORKER_ID, Service
 from helpers.transports import WITHOUT_RPC
 from helpers.waiting import eventually
 

@@ -41,8 +41,15 @@ else:
 """
 
 
-@pytest.mark.parametrize("how", ["", "background "])
-@pytest.mark.parametrize("kind", ["SyncDataCollector", "aSyncDataCollector"])
+@pytest.mark.parametrize(
+    ("how", "kind"),
+    [
+        ("", "SyncDataCollector"),
+        ("", "aSyncDataCollector"),
+        ("background ", "aSyncDataCollector"),
+        pytest.param("background ", "SyncDataCollector", marks=pytest.mark.slow),
+    ],
+)
 def test_nothing_is_left(marked: Marked, how: str, kind: str) -> None:
     done = run_python("-c", SCRIPT, how + kind, timeout_s=120)
     assert done.returncode == bool(how), done.stderr

@@ -13,7 +13,6 @@ import pytest
 import torch
 from helpers.join_server import TOKEN
 from helpers.loopback_transport import answer_of
-from helpers.scripts.transport_peer import Service
 from helpers.transport_contract import (
     LARGE,
     SMALL,
@@ -25,6 +24,7 @@ from helpers.transport_contract import (
     check,
     num_threads,
 )
+from helpers.transport_peer import Service
 from helpers.transports import WITHOUT_RPC
 from helpers.waiting import eventually
 
@@ -134,7 +134,7 @@ def test_a_call_does_not_wait_for_weights_that_are_on_their_way(world: Processes
     call = world.transport.call(world.peer, Service.echo, "small")
     weights.add_done_callback(lambda _: answered.append("weights"))
     call.add_done_callback(lambda _: answered.append("call"))
-    os.kill(world.processes[0].pid, signal.SIGCONT)
+    os.kill(world.pid, signal.SIGCONT)
     [source] = weights.result(SOON_S)
     assert call.result(SOON_S) == ("small",)
     assert answered == ["call", "weights"]
@@ -151,7 +151,7 @@ def test_kill_9_fails_what_is_owed(world: Processes) -> None:
     world.kill()
     for answer in pending:
         with pytest.raises(dc.WorkerLost):
-            answer.result(5)
+            answer.result(SOON_S)
     world.transport.disconnect(world.peer)
     world.transport.call(other, Service.release, "key", 1).result(SOON_S)
     assert others.result(SOON_S) == 1

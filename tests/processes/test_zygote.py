@@ -97,7 +97,7 @@ def test_forked_workers_share_what_they_should_and_nothing_else(
         assert first != second
 
 
-@pytest.mark.parametrize("use", ["keep", "off"])
+@pytest.mark.parametrize("use", ["keep", pytest.param("off", marks=pytest.mark.slow)])
 def test_a_replacement_has_the_folder_and_path_of_the_time_when_its_collector_was_made(
     use: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

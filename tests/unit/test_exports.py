@@ -43,8 +43,3 @@ def test_every_name_is_shown_and_imported() -> None:
         assert name in namespace
         assert name in help_text, name
     assert len(dc.__all__) == len(set(dc.__all__))
-
-
-def test_an_unknown_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'Colector'"):
-        dc.Colector  # noqa: B018

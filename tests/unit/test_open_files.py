@@ -30,5 +30,5 @@ def test_a_trainer_raises_its_soft_limit(low_limit: int) -> None:
 
 def test_too_many_workers_are_refused_before_anything_starts() -> None:
     assert open_files.shortage(10, are_local=True) == ""
-    with pytest.raises(dc.ArgumentError, match=r"^200000 workers need at least 1800140 open files"):
-        dc.RPCDataCollector("CartPole-v1", frames_per_batch=200_000, num_workers=200_000)
+    with pytest.raises(dc.ArgumentError, match=r"^120000 workers need at least 1080140 open files"):
+        dc.RPCDataCollector("CartPole-v1", frames_per_batch=120_000, num_workers=120_000)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from distcollect.common.memory_segment import Segment
-from distcollect.errors import WorkerError, WorkerLost
+from distcollect.errors import WorkerLost
 from distcollect.roster.plans import MAX_ON_THE_WAY, SHARED_FROM_BYTES, PlanSender
 from distcollect.transport.worker_service import WorkerService
 
@@ -92,28 +92,6 @@ def place_at(peer: int) -> Segment:
     return Segment(peer, 3, "plan", len(LARGE), f"host {peer // 10}")
 
 
-def test_a_large_plan_is_sent_once_to_each_host(transport: Transport) -> None:
-    sender = PlanSender(transport, run)  # type: ignore[arg-type]
-    done: list[Future[Any]] = []
-    for peer in range(30):
-        sender.send(peer, [LARGE], done.append)
-    assert [peer for peer, _, _ in transport.plans] == [0, 10, 20]
-    assert not transport.reads
-    for peer, _, answer in transport.plans:
-        answer.set_result(place_at(peer))
-    assert {peer: place.pid for peer, place, _ in transport.reads} == {
-        peer: peer // 10 * 10 for peer in range(30) if peer % 10
-    }
-    for _, _, answer in transport.reads:
-        answer.set_result(None)
-    assert sorted(transport.probes) == [*range(30)]
-    # One that joins later reads it as well, one with another plan gets its own.
-    sender.send(5, [LARGE], done.append)
-    sender.send(6, [LARGE + b"x"], done.append)
-    assert transport.reads[-1][0] == 5
-    assert transport.plans[-1][0] == 6
-
-
 @pytest.mark.parametrize("lost", [True, False], ids=["is lost", "has no shared memory"])
 def test_another_worker_shares_the_plan(transport: Transport, lost: bool) -> None:
     sender = PlanSender(transport, run)  # type: ignore[arg-type]
@@ -133,28 +111,6 @@ def test_another_worker_shares_the_plan(transport: Transport, lost: bool) -> Non
     read.set_result(None)
     assert {*transport.probes} == ({1, 2} if lost else {0, 1, 2})
     assert len(done) == lost
-
-
-def test_a_plan_that_cannot_be_read_is_sent(transport: Transport) -> None:
-    """The worker that shared it has ended."""
-    sender = PlanSender(transport, run)  # type: ignore[arg-type]
-    done: list[Future[Any]] = []
-    for peer in range(4):
-        sender.send(peer, [LARGE], done.append)
-    transport.plans.popleft()[-1].set_result(place_at(0))
-    for _, _, read in transport.reads:
-        read.set_exception(WorkerError("no such process"))
-    assert [peer for peer, _, _ in transport.plans] == [1, 2, 3]
-    # The next to join shares it again.
-    sender.send(4, [LARGE], done.append)
-    sender.send(5, [LARGE], done.append)
-    assert [peer for peer, _, _ in transport.plans] == [1, 2, 3, 4]
-    while transport.plans:
-        peer, _, answer = transport.plans.popleft()
-        answer.set_result(place_at(peer) if peer == 4 else None)
-    transport.reads.pop()[-1].set_result(None)
-    assert sorted(transport.probes) == [*range(6)]
-    assert not done
 
 
 def test_parts_come_one_after_the_other(transport: Transport) -> None:

@@ -23,7 +23,7 @@ def test_all_is_decided_once_after_an_event_and_those_that_it_leads_to() -> None
 
 
 def test_a_batch_of_many_workers_is_asked_for_once_and_lost_shares_of_as_many_others() -> None:
-    num_workers, num_lost = 2000, 700
+    num_workers, num_lost = 1000, 350
     play = Play(replace(SYNC, num_rollouts=num_workers), num_workers)
     assert play.take_asked() == [], "no batch is wanted yet"
     play.want()

@@ -48,15 +48,6 @@ def test_a_worker_gets_one_call_after_the_other_and_the_newest_of_each_method() 
     assert sorted(play.take(play.called)) == [(2, "resume", 1), (2, "seed", 3)]
 
 
-def test_a_worker_gets_the_call_when_its_rollout_is_over() -> None:
-    play = Play(SYNC, 1)
-    play.want()
-    play.core.setup_call_begun(seed, lambda _: (1,))
-    assert (play.preempted, play.called) == ([0], [])
-    assert play.finish(0).declined, "it is from before the call"
-    assert play.called == [(0, "seed", 1)]
-
-
 def test_arguments_that_can_not_be_made_change_nothing() -> None:
     play = Play(SYNC, 2)
 

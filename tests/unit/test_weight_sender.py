@@ -201,62 +201,6 @@ def test_a_new_process_gets_no_weights_of_other_workers(make: Callable[[int], Wo
     assert (replaced(2), replaced(3), replaced(4)) == (2, 3, 2)
 
 
-def test_one_that_falls_silent_in_a_group_does_not_scatter_the_others(
-    make: Callable[[int], World],
-) -> None:
-    """A host vanished in the middle: the others fail, and get it at once, in a group without it."""
-    world = make(4)
-    world.updater.together = True
-
-    def receive(peer: int, push: Push) -> int | BaseException:
-        if len(world.updater.sent) > 1:
-            return push.version
-        if peer == 102:  # the last to be asked before the one that is gone
-            world.transport.silent.add(103)
-        return RuntimeError("the broadcast was given up")
-
-    world.transport.receive = receive
-    handle = world.publish(0, 1, 2, 3)
-    handle.wait(SOON_S)
-    assert world.updater.sent == [(0, 1, 2, 3), (0, 1, 2)]
-    assert handle.acknowledged == {0: 1, 1: 1, 2: 1}
-    assert isinstance(handle.left_out[3], dc.WeightsTimeout)
-    assert not world.left_out
-
-
-def test_one_that_falls_silent_ends_a_broadcast_that_waits_for_it(
-    make: Callable[[int], World],
-) -> None:
-    """The others wait for what it was to pass on: they are told, and get it in their own group."""
-    world = make(3)
-    updater = world.updater
-    updater.together = True
-    given_up = threading.Event()
-    updater.forget = lambda _: given_up.set()  # type: ignore[method-assign]
-
-    def send(_: torch.Tensor) -> None:
-        if len(updater.sent) == 1:
-            world.transport.silent.add(100)  # it was ready, and is stopped now
-            assert_within(given_up)
-            raise RuntimeError("the broadcast was given up")
-
-    stopped: Future[int] = Future()
-    waiting: Future[int] = Future()
-
-    def receive(peer: int, push: Push) -> Any:
-        if len(updater.sent) > 1:
-            return push.version
-        return {100: stopped, 101: waiting}.get(peer, push.version)
-
-    updater.send = send  # type: ignore[method-assign]
-    world.transport.receive = receive
-    world.transport.cancel = lambda peer: peer == 101 and waiting.set_exception(RuntimeError())
-    handle = world.publish(0, 1, 2)
-    handle.wait(SOON_S)
-    assert updater.sent == [(0, 1, 2), (1,)]
-    assert handle.acknowledged == {1: 1, 2: 1}
-
-
 def test_receivers_do_not_wait_for_what_the_trainer_failed_to_send(
     make: Callable[[int], World],
 ) -> None:

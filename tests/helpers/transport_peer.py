@@ -1,12 +1,12 @@
-"""A small service for the transports' contract suite, and a process that serves it."""
+"""A small service for the transports' contract suite, and what serves it in another process."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import json
-import sys
 import threading
 from concurrent.futures import Future
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -123,28 +123,27 @@ class Service:
         return Header(WORKER_ID, 0, self.collected, steps, steps, num_bytes, (3, 5)), tensors
 
 
-def serve_rpc(channels: str) -> None:
-    """Serve until standard input ends."""
+def serve_rpc(parent: Connection, channels: list[str]) -> None:
+    """Serve until the parent ends."""
     from distcollect.transport import rpc_agents, rpc_server  # noqa: PLC0415 - torch may lack it
 
-    rpc_agents.CHANNELS = json.loads(channels)
-    print(rpc_server.RpcServer(Service(), "127.0.0.1").endpoint, flush=True)
-    sys.stdin.read()
+    rpc_agents.CHANNELS = channels
+    parent.send(rpc_server.RpcServer(Service(), "127.0.0.1").endpoint)
+    with contextlib.suppress(EOFError):
+        parent.recv()
 
 
-def serve_tcp(port: int, token: str) -> None:
+def serve_tcp(parent: Connection, port: int, token: str) -> None:
     """Serve a trainer until it is gone."""
     connection = ControlConnection("127.0.0.1", port, 10)
     connection.join(WorkerHello(worker_id=WORKER_ID, incarnation=0), token)
     service = Service()
     TcpServer(service, connection)
-    print(
-        PeerListener(connection, token, functools.partial(TcpServer, service)).endpoint, flush=True
-    )
+    parent.send(PeerListener(connection, token, functools.partial(TcpServer, service)).endpoint)
     connection.receive()
 
 
-def serve_many(port: int, token: str, number: int) -> None:
+def serve_many(parent: Connection, port: int, token: str, number: int) -> None:
     """Serve a trainer as so many workers that need a thread each and nothing else."""
 
     def serve() -> None:
@@ -156,22 +155,9 @@ def serve_many(port: int, token: str, number: int) -> None:
         connection.receive()
 
     threads = [threading.Thread(target=serve) for _ in range(number)]
-    print("ready", flush=True)
-    sys.stdin.readline()
+    parent.send("ready")
+    parent.recv()
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-
-
-def main() -> None:
-    if len(sys.argv) == 2:
-        serve_rpc(sys.argv[1])
-    elif len(sys.argv) == 4:
-        serve_many(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
-    else:
-        serve_tcp(int(sys.argv[1]), sys.argv[2])
-
-
-if __name__ == "__main__":
-    main()
