@@ -30,7 +30,7 @@ from distcollect.launch.main_call import ends_as_failed
 from distcollect.policy.normalize import Normalizer
 from distcollect.pool.publisher import Weights, WorkerIds
 from distcollect.pool.remote_calls import EnvCall
-from distcollect.results import Evaluation, LagStats, Stats
+from distcollect.results import Evaluation, LagStats, LedgerReport, Stats
 from distcollect.telemetry.bottleneck import Bottleneck, find_bottleneck
 from distcollect.telemetry.display import summary
 from distcollect.telemetry.figures import checked_scalars
@@ -534,6 +534,14 @@ class DataCollectorBase(ABC):
     def policy(self) -> Any:
         """The policy as it was given, or made by ``policy_factory``; None: random actions."""
         return self._backend.policy
+
+    @property
+    def ledger(self) -> LedgerReport:
+        """What became of all frames that were stepped: delivered, or lost and why.
+
+        The count of a worker is updated with each of its rollouts, and at its end.
+        """
+        return self._backend.ledger
 
     @property
     def normalizer(self) -> Normalizer | None:

@@ -31,7 +31,7 @@ from distcollect.policy.normalize import Statistics
 from distcollect.policy.weight_layout import WeightLayout, state_tensors
 from distcollect.pool.publisher import Weights, WorkerIds
 from distcollect.pool.remote_calls import EnvCall
-from distcollect.results import Evaluation, LagStats, Stats
+from distcollect.results import Evaluation, LagStats, LedgerReport, Stats
 from distcollect.rollout.assemble import assemble
 from distcollect.rollout.header import Header, Rollout
 from distcollect.rollout.layout import Layout
@@ -208,6 +208,11 @@ class Backend(ABC):
     @abstractmethod
     def policy(self) -> Any:
         """The policy as it was given, or made by ``policy_factory``; None: random actions."""
+
+    @property
+    @abstractmethod
+    def ledger(self) -> LedgerReport:
+        """See :attr:`.DataCollectorBase.ledger`."""
 
     @abstractmethod
     def _collect(self, timeout_s: float) -> Batch:

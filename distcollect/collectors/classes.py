@@ -29,7 +29,7 @@ from distcollect.envs.base import called
 from distcollect.errors import ArgumentError, ArgumentTypeError, CollectorStateError
 from distcollect.integrations import load
 from distcollect.pool.handover import RolloutReference
-from distcollect.results import Evaluation, LedgerReport, WorkerState, WorkerThroughput
+from distcollect.results import Evaluation, WorkerState, WorkerThroughput
 
 
 class SyncDataCollector(DataCollectorBase):
@@ -148,14 +148,6 @@ class RPCDataCollector(DataCollectorBase):
     def worker_paces(self) -> dict[int, WorkerThroughput]:
         """How fast each worker is, by worker_id: shows which workers delay the others."""
         return self._backend.pool.paces
-
-    @property
-    def ledger(self) -> LedgerReport:
-        """What became of all frames that workers stepped: delivered, or lost and why.
-
-        The count of a worker is updated with each of its rollouts, and at its end.
-        """
-        return self._backend.pool.ledger
 
     def release(self, worker_ids: int | Sequence[int]) -> None:
         """Send workers away for good, and wait until they have left.

@@ -109,10 +109,14 @@ class InProcess(Backend):
         given = module_of(self._options.policy) if self._options.factories else None
         return self._plan.policy if given is None else self._options.policy
 
-    def _snapshot(self, known: Stats) -> Stats:
+    @property
+    def ledger(self) -> LedgerReport:
         counts = self.engine.counter
-        cores = num_cores()
         frames = Frames(counts.stepped, lost=dict(counts.lost), env_faults=counts.env_faults)
+        return LedgerReport({0: frames}, frames)
+
+    def _snapshot(self, known: Stats) -> Stats:
+        cores = num_cores()
         return self._stats_recorder.snapshot(
             replace(
                 known,
@@ -124,7 +128,7 @@ class InProcess(Backend):
             states={0: WorkerState.READY.value if not known.ended else WorkerState.LEFT.value},
             processes={0: (os.getpid(), socket.gethostname())},
             ready={},
-            ledger=LedgerReport({0: frames}, frames),
+            ledger=self.ledger,
         )
 
     # Batches.

@@ -35,7 +35,7 @@ from distcollect.pool.pool import Delivery, Pool
 from distcollect.pool.publisher import Publisher, Weights, WorkerIds
 from distcollect.pool.remote_calls import EnvCall, RemoteCalls
 from distcollect.pool.worker_slots import BatchPlan
-from distcollect.results import Evaluation, LagStats, Stats, WorkerState
+from distcollect.results import Evaluation, LagStats, LedgerReport, Stats, WorkerState
 from distcollect.rollout.header import Rollout
 from distcollect.roster.manager import Workers
 from distcollect.telemetry.recorder import StatsRecorder
@@ -214,6 +214,10 @@ class WithWorkers(Backend):
         for info in self.workers.worker_infos.values():
             cores[info.host].update(info.cores)
         return cores
+
+    @property
+    def ledger(self) -> LedgerReport:
+        return self.pool.ledger
 
     def _snapshot(self, known: Stats) -> Stats:
         cores = self._cores

@@ -234,7 +234,7 @@ def raised(error: BaseException, given: Iterable[tuple[Any, Any]]) -> PolicyErro
     if _NOT_FINITE in entries:
         said += "; in an observation, these come from the env"
     if isinstance(error, KeyError):
-        return PolicyKeyError(f"{said}: its in_keys must be among these")
+        return PolicyKeyError(f"{said}; in_keys of a TensorDictModule must be among these")
     return PolicyError(said)
 
 

@@ -307,7 +307,9 @@ def is_notebook() -> bool:
 
 
 def is_terminal(stream: object) -> bool:
-    """Whether ``stream`` is a terminal; it may be closed, None or any other object."""
+    """Whether it is a terminal where nobody types; it may be closed, None or any other object."""
+    if hasattr(sys, "ps1"):  # the user types there
+        return False
     try:
         return bool(stream.isatty())  # type: ignore[attr-defined]
     except (AttributeError, ValueError):

@@ -182,8 +182,9 @@ class StatsRecorder:
             self._faults.extend(header.faults)
             self._recent.extend(zip(work.returns, work.lengths, strict=True))
             for name, values in (work.metrics or {}).items():
-                for recent in (self._metrics, tally.metrics):
-                    recent[name].extend(values)
+                if name in self._metrics:  # another trainer may have others
+                    self._metrics[name].extend(values)
+                    tally.metrics[name].extend(values)
 
     def evaluated(self, evaluation: Evaluation) -> None:
         """Episodes were played to evaluate the policy."""

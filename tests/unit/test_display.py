@@ -16,7 +16,7 @@ from rich.console import Console
 from distcollect.commands.main import main
 from distcollect.commands.top import read_newest
 from distcollect.results import EnvFault, Stats
-from distcollect.telemetry.display import Display, log_line, rendered
+from distcollect.telemetry.display import Display, is_terminal, log_line, rendered
 
 
 def drawn(stats: Stats, *, width: int = 110, height: int = 40) -> str:
@@ -112,3 +112,10 @@ def test_top_reads_the_last_whole_line(tmp_path: Path, capsys: pytest.CaptureFix
     assert "Bound by the envs" in said
     write(tmp_path, replace(STATS, workers=dict.fromkeys(range(3000), WORKER)))
     assert len(read_newest(tmp_path)[0].workers) == 3000
+
+
+def test_there_is_no_display_where_the_user_types(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = SimpleNamespace(isatty=lambda: True)
+    assert is_terminal(terminal)
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    assert not is_terminal(terminal)
