@@ -126,6 +126,7 @@ class Checkpoint:
             ArgumentError, ArgumentTypeError: there is nothing to save, a part lacks one of these
                 methods, the file can't be written, or ``best`` is given without a collector, or
                 would replace a file of something else.
+            PermissionError: others could change or replace the run folder.
         """
         if not parts:
             raise ArgumentError(
