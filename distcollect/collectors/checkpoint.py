@@ -109,7 +109,8 @@ class Checkpoint:
             every_s: seconds between two saves; after a collector's last batch, :meth:`step` saves
                 at once.
             keep_last: how many files to keep. The older ones have a number at the end of their
-                name: ``checkpoint-12.pt``; the highest number is the newest.
+                name: ``checkpoint-12.pt``; the highest number is the newest. Files with such a name
+                that another path's ``Checkpoint`` wrote stay.
             best: "return", or the name of a metric of ``Monitor(metrics=...)``: the save with the
                 highest value is also kept as ``checkpoint-best.pt``. The value is the mean of the
                 collector's newest evaluation, or, without any, of its last hundred episodes. A
@@ -122,7 +123,9 @@ class Checkpoint:
 
         Raises:
             ArgumentError, ArgumentTypeError: there is nothing to save, a part lacks one of these
-                methods, the file can't be written, or ``best`` is given without a collector.
+                methods, the file can't be written, or ``best`` is given without a collector, or
+                would replace a file of something else.
+            PermissionError: others could change or replace the run folder.
         """
         if not parts:
             raise ArgumentError(
@@ -158,6 +161,8 @@ class Checkpoint:
         self._every_s = every_s
         self._keep_last = keep_last
         self._best = best
+        if best is not None:
+            self._check_best_path()
         self._best_result = _NO_RESULT
         self._judged = None if best is None else collectors[0]  # whose results are compared
         self._parts = parts
@@ -229,6 +234,7 @@ class Checkpoint:
         Raises:
             CollectorStateError: there is a file of an earlier run, and :meth:`load` was not called;
                 or another process of this host uses ``path``.
+            ArgumentError: ``best`` would replace a file of something else.
             ArgumentTypeError: a part's state couldn't be loaded again.
             DeadlineError: a part is a replay buffer, and a collector's ``extend()`` does not end.
             LaunchError: SLURM has started the trainer again on another host, so that this process
@@ -252,12 +258,15 @@ class Checkpoint:
         best_result = max(self._result(), self._best_result)
         saved = {
             "format": _FORMAT,
+            "name": self.path.name,
             "parts": states,
             "best": (self._best, best_result),
             "random": random_states(),
         }
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._hold()
+        if best_result > self._best_result:
+            self._check_best_path()
         try:
             with replacing(self.path) as file:
                 torch.save(saved, file)
@@ -303,9 +312,18 @@ class Checkpoint:
         found = [pattern.fullmatch(each.name) for each in self.path.parent.iterdir()]
         numbers = sorted(int(match[1]) for match in found if match)
         numbers.append(numbers[-1] + 1 if numbers else 1)
-        _link(self.path, self._beside(str(numbers[-1])))
-        for number in numbers[: 1 - self._keep_last]:
-            self._beside(str(number)).unlink()
+        files = [self._beside(str(number)) for number in numbers]
+        _link(self.path, files[-1])
+        own = [file for file in files if _writer(file) == self.path.name]
+        for file in own[: 1 - self._keep_last]:
+            file.unlink()
+
+    def _check_best_path(self) -> None:
+        if self.best_path.exists() and _writer(self.best_path) not in (None, self.path.name):
+            raise ArgumentError(
+                f"Checkpoint({str(self.path)!r}, best={self._best!r}) would replace "
+                f"{self.best_path}, which it did not write: name another file"
+            )
 
     def _result(self) -> _Result:
         if self._judged is None:
@@ -332,8 +350,8 @@ class Checkpoint:
         Raises:
             SystemExit: the process was told to end; with exit code 75.
             KeyboardInterrupt: it was told so by Ctrl-C, and ``save_on_ctrl_c`` is True.
-            CollectorStateError, ArgumentTypeError, DeadlineError, LaunchError, OSError: as
-                :meth:`save`.
+            CollectorStateError, ArgumentError, ArgumentTypeError, DeadlineError, LaunchError,
+                OSError: as :meth:`save`.
         """
         self._check()
         if time.monotonic() - self._start_checked_at >= _CHECK_START_S:
@@ -373,9 +391,19 @@ class Checkpoint:
         signals.end()
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _writer(path: Path) -> str | None:
+    """The name of the checkpoint that wrote a file; "": none did, None: distcollect 0.1.0 did."""
     try:
-        saved: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        # Without reading the tensors.
+        name: str | None = _read(path, mmap=True).get("name")
+    except ArgumentError:
+        return ""
+    return name
+
+
+def _read(path: Path, *, mmap: bool = False) -> dict[str, Any]:
+    try:
+        saved: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
         kind, _ = saved["format"], dict(saved["parts"])
     except OSError as error:
         raise ArgumentError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, NoReturn, Protocol, runtime_checkable
@@ -73,20 +72,6 @@ def frames_for(
 def num_dims(buffer: object) -> int:
     """Return the number of dimensions that a buffer's entries are along."""
     return int(getattr(load("storage of a buffer")(buffer), "ndim", 1))
-
-
-class FillState(enum.Enum):
-    """The part of a collector in filling a buffer in the background.
-
-    Attributes:
-        NOT_STARTED: none ever did.
-        FILLING: one does.
-        ENDED: one did; no more frames will come.
-    """
-
-    NOT_STARTED = "not started"
-    FILLING = "filling"
-    ENDED = "ended"
 
 
 class WrappedBuffer:
@@ -178,8 +163,9 @@ class RateLimited(WrappedBuffer):
         self._timeout_s = timeout_s
         self._inserted = 0
         self._sampled = 0
-        self._fill_state = FillState.NOT_STARTED
-        self._error: BaseException | None = None  # that ended the filling
+        self._was_begun = False
+        self._num_filling = 0  # collectors that add frames
+        self._error: BaseException | None = None  # that ended one of them
         self._changed = threading.Condition()
 
     def _state(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -221,7 +207,7 @@ class RateLimited(WrappedBuffer):
         Raises:
             DeadlineError: too few frames were added within ``timeout_s``.
             CollectorStateError: no more frames come: collection failed, or ended with fewer than
-                ``min_size`` frames.
+                ``min_size`` frames. Where several collectors fill the buffer, all have ended.
         """
         # Not under the lock: what comes of a signal may wait for the thread that adds frames.
         if not wait_for(self._changed, self._need_not_wait, self._timeout_s):
@@ -242,10 +228,10 @@ class RateLimited(WrappedBuffer):
         return self.sample(*args, **kwargs)  # another thread was faster
 
     def _need_not_wait(self) -> bool:
-        return self._may_sample() or self._fill_state is not FillState.FILLING
+        return self._may_sample() or not self._num_filling
 
     def _no_more_frames(self) -> CollectorStateError:
-        if self._fill_state is FillState.NOT_STARTED:
+        if not self._was_begun:
             return CollectorStateError(
                 "this buffer has too few frames to be sampled, and no collector's start() fills it "
                 "in the background, so waiting would not help"
@@ -266,17 +252,19 @@ class RateLimited(WrappedBuffer):
     def begin(self) -> None:
         """A collector adds frames from now on."""
         with self._changed:
-            self._fill_state, self._error = FillState.FILLING, None
+            self._was_begun, self._error = True, None
+            self._num_filling += 1
 
     def end(self, error: BaseException | None) -> None:
-        """No more frames come: those in the buffer may be sampled without a limit.
+        """A collector adds no more; after the last one, frames may be sampled without a limit.
 
         Args:
-            error: the error that ended collection, which :meth:`sample` then reports; None: it
-                ended as planned.
+            error: the error that ended collection, which :meth:`sample` then reports once no
+                other collector adds frames; None: it ended as planned.
         """
         with self._changed:
-            self._fill_state, self._error = FillState.ENDED, error
+            self._num_filling -= 1
+            self._error = self._error or error
             self._changed.notify_all()
 
     def _num_owed(self) -> float:
@@ -289,9 +277,11 @@ class RateLimited(WrappedBuffer):
         return self._inserted < self._min_size or self._num_owed() <= self._slack
 
     def _may_sample(self) -> bool:
-        if self._error is not None or self._inserted < self._min_size:
+        if self._inserted < self._min_size:
             return False
-        return self._fill_state is FillState.ENDED or self._num_owed() + self._slack >= 0
+        if self._was_begun and not self._num_filling:
+            return self._error is None
+        return self._num_owed() + self._slack >= 0
 
 
 def _num_samples(samples: Any) -> int:

@@ -14,7 +14,13 @@ from distcollect.commands.argtypes import above_0, count, declare, import_from_h
 from distcollect.errors import ArgumentError, LaunchError
 from distcollect.launch.cpu_placement import CpuPlacement
 from distcollect.launch.rendezvous import host_and_port, read_token
-from distcollect.launch.run_folder import TOKEN_VARIABLE, RunFolder, RunOver
+from distcollect.launch.run_folder import (
+    TOKEN_VARIABLE,
+    RunFolder,
+    RunOver,
+    others_may_change,
+    trusted_with,
+)
 from distcollect.launch.supervisor import supervise
 from distcollect.net.messages import TrainerAddress
 
@@ -89,6 +95,10 @@ def _serve(
 
 
 def _join_run(folder: RunFolder, given: argparse.Namespace) -> int:
+    if problem := others_may_change(folder.path):
+        raise ArgumentError(f"--run {problem}")
+    if doubt := trusted_with(folder.path):
+        log.warning("--run %s", doubt)
     if not folder.settings:
         raise ArgumentError(
             f"--run {folder.path}: this host sees no run of 'distcollect submit' there; "

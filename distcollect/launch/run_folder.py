@@ -17,13 +17,16 @@ Python's own library: a small process in each task of a job uses it.
 
 from __future__ import annotations
 
+import grp
 import json
 import os
+import pwd
 import secrets
 import shlex
 import socket
 import stat
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +40,7 @@ _REQUIRED_SETTINGS = {"command", "num_tasks", "num_workers", "patience_s"}
 
 # The states of a trainer in trainer.json.
 LISTENING, STARTING, REQUEUED, ENDED = "listening", "starting", "requeued", "ended"
+_EVERYONE = "everyone"
 # Why a trainer has ended that did not fail.
 DONE = "it is done"
 
@@ -57,8 +61,14 @@ class RunFolder:
 
     @classmethod
     def here(cls) -> RunFolder | None:
-        """The folder of the run that this process belongs to; None: it belongs to none."""
+        """The folder of the run that this process belongs to; None: it belongs to none.
+
+        Raises:
+            PermissionError: others could change what is in it, or replace it.
+        """
         path = os.environ.get(RUN_VARIABLE)
+        if path and (problem := others_may_change(Path(path))):
+            raise PermissionError(f"{RUN_VARIABLE}: {problem}")
         return cls(Path(path)) if path else None
 
     @property
@@ -76,9 +86,12 @@ class RunFolder:
 
         Raises:
             FileExistsError: it holds a run already.
-            PermissionError: it exists, and others could change what is in it.
+            PermissionError: others could change what is in it, or replace it.
         """
-        self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for above in [each for each in self.path.parents if not each.exists()][::-1]:
+            # A team's umask may let others write to it: the sticky bit keeps each run its owner's.
+            above.mkdir(exist_ok=True, mode=0o1777)
+        self.path.mkdir(exist_ok=True, mode=0o700)
         if problem := others_may_change(self.path):
             raise PermissionError(problem)
         descriptor = os.open(self.token_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -184,25 +197,77 @@ class RunFolder:
 
 
 def others_may_change(folder: Path) -> str:
-    """Return why other users could change what is in a folder, and what to do; "" if they can't."""
-    if not os.path.lexists(folder):
-        return ""
-    trusted = {0, os.geteuid()}  # root can change everything anyway
+    """Return why others could change what is in a folder, and what to do; "" if they can't.
+
+    Nor can everyone replace it. Those whom :func:`trusted_with` names can.
+    """
+    if os.path.lexists(folder) and (why := _others_write_to(folder)):
+        return (
+            f"{folder}: {why}, so others could replace the run's token or its trainer's address; "
+            "submit to a folder that does not exist yet, or to one of your own after "
+            f"chmod go-w {shlex.quote(str(folder))}"
+        )
+    for who, path in _who_may_replace(folder):
+        if who == _EVERYONE:
+            return (
+                f"{folder}: {who} may write to {path}, so others could put a folder of theirs in "
+                f"its place; submit to a folder elsewhere, or after chmod +t {shlex.quote(path)}"
+            )
+    return ""
+
+
+def trusted_with(folder: Path) -> str:
+    """Return who besides root could replace a folder, for its user to know; "" if nobody.
+
+    That is no error, as teams share the folders above those of their runs.
+    """
+    for who, path in _who_may_replace(folder):
+        return (
+            f"{folder}: {who} may change {path}, and so put another folder in its place, by which "
+            "your jobs would run other code; if that isn't meant, submit to a folder elsewhere"
+        )
+    return ""
+
+
+def _trusted() -> set[int]:
+    return {0, os.geteuid()}  # root can change everything anyway
+
+
+def _others_write_to(folder: Path) -> str:
     link, about = folder.lstat(), folder.stat()
-    if link.st_uid not in trusted:
+    if link.st_uid not in _trusted():
         what = "link" if folder.is_symlink() else "folder"
-        why = f"this {what} belongs to user {link.st_uid}"
-    elif about.st_uid not in trusted:
-        why = f"it is a link to a folder that belongs to user {about.st_uid}"
-    elif about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        why = f"others may write to it ({stat.filemode(about.st_mode)})"
-    else:
-        return ""
-    return (
-        f"{folder}: {why}, so others could replace the run's token or its trainer's address; name "
-        "a folder that does not exist yet, or one of your own after "
-        f"chmod go-w {shlex.quote(str(folder))}"
-    )
+        return f"this {what} belongs to user {link.st_uid}"
+    if about.st_uid not in _trusted():
+        return f"it is a link to a folder that belongs to user {about.st_uid}"
+    if about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"others may write to it ({stat.filemode(about.st_mode)})"
+    return ""
+
+
+def _who_may_replace(folder: Path) -> Iterator[tuple[str, str]]:
+    """Yield who else can rename what is on the way to a folder, and in which folder or link."""
+    for path in (*folder.absolute().parents, *Path(os.path.realpath(folder)).parents):
+        if not os.path.lexists(path):
+            continue  # it is still to be made
+        about = path.lstat()
+        # With the sticky bit, everyone can rename only what is their own. A link has no mode.
+        writers = 0 if path.is_symlink() or about.st_mode & stat.S_ISVTX else about.st_mode
+        if writers & stat.S_IWOTH:
+            yield _EVERYONE, str(path)
+        elif about.st_uid not in _trusted():
+            yield f"user {about.st_uid}", str(path)
+        elif writers & stat.S_IWGRP and not _is_private(about.st_gid):
+            yield f"group {about.st_gid}", str(path)
+
+
+def _is_private(gid: int) -> bool:
+    """Return True if a group is root's, or this user's own that many systems make for each."""
+    try:
+        group, user = grp.getgrgid(gid), pwd.getpwuid(os.geteuid())
+    except KeyError:
+        return gid == 0
+    return gid == 0 or (group.gr_name == user.pw_name and {*group.gr_mem} <= {user.pw_name})
 
 
 def obstacle(folder: Path) -> str:

@@ -179,7 +179,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
         # Jobs import the package that is tested here.
         patch.setenv("PYTHONPATH", str(ROOT))
         runs.mkdir()
-        runs.chmod(0o777)
+        runs.chmod(0o1777)
         yield SlurmCluster(env, runs)
     finally:
         subprocess.run([TESTBED / "slurm_down.sh"], timeout=60, check=False, capture_output=True)

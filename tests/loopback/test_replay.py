@@ -166,6 +166,39 @@ def test_rate_is_kept_from_both_sides(collector_of: Any) -> None:
         collector.async_shutdown()
 
 
+@pytest.mark.parametrize("error", [None, OSError("disk full")])
+def test_the_first_of_two_collectors_to_end(error: OSError | None) -> None:
+    """While the other one fills the buffer, the rate holds; the error is told at the end."""
+    buffer = dc.RateLimited(Buffer(), 1.0, slack=0.0, timeout_s=0.1)
+    frames = TensorDict({"observation": torch.zeros(5)}, [5])
+    for _ in range(2):
+        buffer.begin()
+    buffer.extend(frames)
+    buffer.end(error)
+    assert len(buffer.sample(5)) == 5
+    with pytest.raises(dc.DeadlineError, match="5 came in, 5 samples were drawn"):
+        buffer.sample(1)
+    buffer.extend(frames)
+    assert len(buffer.sample(5)) == 5
+    buffer.end(None)
+    if error is None:
+        assert len(buffer.sample(100)) == 100
+    else:
+        with pytest.raises(dc.CollectorStateError, match="no more frames come in: disk full"):
+            buffer.sample(1)
+
+
+def test_two_collectors_fill_a_buffer() -> None:
+    buffer = dc.RateLimited(Buffer(), 1.0, slack=FRAMES)
+    with sync(buffer, total_frames=2 * FRAMES) as first, sync(buffer) as second:
+        second.start()
+        first.start()
+        sampled = 0
+        while first.is_running or sampled < 10 * FRAMES:
+            sampled += len(buffer.sample(4))
+            assert sampled <= len(buffer) + FRAMES + 4
+
+
 @BOTH
 def test_too_few_frames_ever(collector_of: Any) -> None:
     buffer = dc.RateLimited(Buffer(), 1.0, min_size=3 * FRAMES)

@@ -180,6 +180,43 @@ def test_the_last_files_and_the_best_are_kept(
         assert train(collector, (2.0,)) == [True], "compared with the best return"
 
 
+def test_files_that_another_one_wrote_stay(tmp_path: Path) -> None:
+    """Their names are as those of the files that it keeps."""
+    other = dc.Checkpoint(tmp_path / "run-1.pt", part={"of": "run-1"})
+    other.save()
+    part: dict[str, Any] = {}
+    checkpoint = dc.Checkpoint(tmp_path / "run.pt", keep_last=2, part=part)
+    for number in range(4):
+        part["number"] = number
+        checkpoint.save()
+    (tmp_path / "run-7.pt").write_bytes(b"mine")
+    checkpoint.save()
+    checkpoint.save()
+    assert sorted(files(tmp_path)) == ["run-1.pt", "run-7.pt", "run-9.pt", "run.pt"]
+    found: dict[str, Any] = {}
+    assert dc.Checkpoint(tmp_path / "run-1.pt", part=found).load()
+    assert found == {"of": "run-1"}
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_the_best_replaces_no_file_of_another(tmp_path: Path, exists: bool) -> None:
+    other = dc.Checkpoint(tmp_path / "c-best.pt", part={"of": "other"})
+    with dc.SyncDataCollector(Echo, Constant(), frames_per_batch=4) as collector:
+        if exists:
+            other.save()
+            with pytest.raises(dc.ArgumentError, match=r"would replace .*c-best.pt"):
+                dc.Checkpoint(tmp_path / "c.pt", best="return", collector=collector)
+            return
+        checkpoint = dc.Checkpoint(tmp_path / "c.pt", best="return", collector=collector)
+        other.save()
+        collector.evaluate(1)
+        with pytest.raises(dc.ArgumentError, match=r"would replace .*c-best.pt"):
+            checkpoint.step()
+    found: dict[str, Any] = {}
+    assert dc.Checkpoint(tmp_path / "c-best.pt", part=found).load()
+    assert found == {"of": "other"}
+
+
 @pytest.mark.parametrize("width", [10, 1000])
 def test_a_disk_without_room_is_named(tmp_path: Path, width: int) -> None:
     """Torch itself says nothing of it, and the file from before stays."""

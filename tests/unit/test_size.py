@@ -14,7 +14,7 @@ from helpers.paths import ROOT
 
 PACKAGE = ROOT / "distcollect"
 LONGEST_MODULE = 450
-LIMITS = {PACKAGE: 29_146, PACKAGE / "commands": 2_017, ROOT / "tests": 36_475}
+LIMITS = {PACKAGE: 29_238, PACKAGE / "commands": 2_027, ROOT / "tests": 36_621}
 LIMITS |= {PACKAGE / "net": 1_416, PACKAGE / "transport": 1_209}
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import grp
 import os
+import pwd
 import re
 import shlex
 import stat
@@ -17,7 +19,17 @@ import distcollect as dc
 from distcollect.commands.main import main
 from distcollect.integrations.slurm import status
 from distcollect.integrations.slurm.submit import check_folder, minutes
-from distcollect.launch.run_folder import ENDED, LISTENING, REQUEUED, NotYet, RunFolder, RunOver
+from distcollect.launch.run_folder import (
+    ENDED,
+    LISTENING,
+    REQUEUED,
+    RUN_VARIABLE,
+    NotYet,
+    RunFolder,
+    RunOver,
+    others_may_change,
+    trusted_with,
+)
 
 SCRIPT = SCRIPTS / "train_submitted.py"
 
@@ -194,6 +206,88 @@ def test_a_folder_of_another_user_is_refused(tmp_path: Path, linked: bool) -> No
     with pytest.raises(PermissionError, match="belongs to user 65534"):
         RunFolder(folder).create({})
     assert not (theirs / "token").exists()
+
+
+EVERYONE = r"everyone may write to .*/team, so others could .*chmod \+t .*/team"
+SOMEONE = "65534 may change .*/team, and so put another folder in its place"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a folder to another group")
+@pytest.mark.parametrize("linked", [False, True])
+@pytest.mark.parametrize(
+    ("mode", "owner", "error", "warning"),
+    [
+        (0o777, 0, EVERYONE, ""),
+        (0o757, 65534, EVERYONE, ""),
+        (0o775, 0, "", f"group {SOMEONE}"),
+        (0o755, 65534, "", f"user {SOMEONE}"),
+        (0o1777, 0, "", ""),
+        (0o1775, 0, "", ""),
+    ],
+)
+def test_who_may_write_to_a_folder_above(
+    tmp_path: Path, mode: int, owner: int, error: str, warning: str, *, linked: bool
+) -> None:
+    """They could rename the run's folder, and put one of their own there."""
+    team = tmp_path / "team"
+    (team / "runs").mkdir(parents=True)
+    folder = team / "runs" / "run"
+    if linked:
+        folder = tmp_path / "link" / "run"
+        folder.parent.symlink_to(team / "runs")
+    RunFolder(folder).create({})
+    os.chown(team, owner, 65534)
+    team.chmod(mode)
+    for path in (folder, folder.with_name("new")):
+        assert re.fullmatch(f".*{error}.*" if error else "", others_may_change(path))
+        if not error:
+            assert re.fullmatch(f".*{warning}.*" if warning else "", trusted_with(path))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a folder to another group")
+def test_a_group_of_the_user_alone_may_write_above(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many systems make one for each user, and a umask by which it may write."""
+    by_name = {each.gr_name: each for each in grp.getgrall() if not each.gr_mem}
+    user = next(each for each in pwd.getpwall() if each.pw_uid and each.pw_name in by_name)
+    os.chown(tmp_path, user.pw_uid, by_name[user.pw_name].gr_gid)
+    tmp_path.chmod(0o775)
+    monkeypatch.setattr(os, "geteuid", lambda: user.pw_uid)
+    assert trusted_with(tmp_path / "run") == ""
+    os.chown(tmp_path, user.pw_uid, 65534)
+    assert "group 65534 may change" in trusted_with(tmp_path / "run")
+
+
+def test_who_reads_a_run_that_others_could_replace(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its run.json says where modules are imported from, and its token whom to trust."""
+    run.write("jobs/7.json", {"id": 7, "trains": True, "submitted": 0})
+    run.tell(ENDED, why="it is done")
+    monkeypatch.setenv(RUN_VARIABLE, str(run.path))
+    assert RunFolder.here() == run
+    run.path.parent.chmod(0o777)
+    with pytest.raises(PermissionError, match=f"^{RUN_VARIABLE}: .* everyone may write to"):
+        RunFolder.here()
+    for typed in (
+        f"worker --run {run.path}",
+        f"submit --add-workers {run.path} --worker-jobs 1",
+        f"submit --trust-folder --run-folder {run.path}2 {SCRIPT}",
+    ):
+        assert status_of(typed) == 2
+        assert "everyone may write to" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("umask", [0o002, 0o022])
+def test_folders_that_are_made_above_a_run_keep_it_its_owner_s(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        RunFolder(tmp_path / "runs" / "of" / "run").create({})
+    finally:
+        os.umask(before)
+    for path in (tmp_path / "runs", tmp_path / "runs" / "of"):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o1777 & ~umask
 
 
 def test_submit_refuses_such_a_folder(tmp_path: Path) -> None:

@@ -18,7 +18,13 @@ from distcollect.commands.argtypes import above_0, count, declare, natural
 from distcollect.errors import ArgumentError, LaunchError
 from distcollect.integrations.slurm import status
 from distcollect.integrations.slurm.jobs import Job, check_slurm
-from distcollect.launch.run_folder import ENDED, RunFolder, obstacle, others_may_change
+from distcollect.launch.run_folder import (
+    ENDED,
+    RunFolder,
+    obstacle,
+    others_may_change,
+    trusted_with,
+)
 
 _PRIVATE_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # noqa: S108 - only compared with
 
@@ -160,6 +166,7 @@ def _add_workers(given: argparse.Namespace) -> int:
     if not given.worker_jobs:
         raise ArgumentError("--add-workers needs --worker-jobs N: how many jobs?")
     folder = status.run_in(given.add_workers)
+    _check_owners("--add-workers", folder.path)
     settings = folder.settings
     said = folder.read("trainer.json") or {}
     if said.get("state") == ENDED:
@@ -185,8 +192,7 @@ def check_folder(path: Path, *, trusted: bool) -> None:
         )
     if problem := obstacle(path):
         raise ArgumentError(f"{problem}: name another --run-folder")
-    if problem := others_may_change(path):
-        raise ArgumentError(f"--run-folder {problem}")
+    _check_owners("--run-folder", path)
     private = [each for each in _PRIVATE_FOLDERS if path.is_relative_to(each)]
     if private and not trusted:
         raise ArgumentError(
@@ -194,6 +200,13 @@ def check_folder(path: Path, *, trusted: bool) -> None:
             "each other there. Name a --run-folder on the cluster's shared disk, or add "
             "--trust-folder if all hosts do see it"
         )
+
+
+def _check_owners(option: str, path: Path) -> None:
+    if problem := others_may_change(path):
+        raise ArgumentError(f"{option} {problem}")
+    if doubt := trusted_with(path):
+        print(f"{option} {doubt}", file=sys.stderr)
 
 
 def _submit(given: argparse.Namespace, jobs: list[Job], saved: Path | None = None) -> int:
