@@ -209,6 +209,8 @@ class PoolCore:
         call = self._setup_calls.begin(method, arguments)
         self._preempt()
         self.requests.give_up_all()
+        if method is WorkerService.seed:
+            self.slots.restart_turns()
         return call
 
     def _set_up(self, slot: WorkerSlot, method: Callable[..., Any], args: Sequence[Any]) -> None:

@@ -144,7 +144,7 @@ class WorkerSlot:
         num_requests: rollouts requested from it.
         rollouts: of these, in their order, those that are neither delivered nor given up.
         last_request: number of its last request among those of the pool, from 1.
-        turn: with ``in_turn``, how many rollouts it has delivered.
+        turn: with ``in_turn``, how many rollouts it has delivered since the last seed.
     """
 
     worker_id: int
@@ -338,6 +338,12 @@ class WorkerSlots:
             self.line.remove(slot)
             slot.turn += 1
             insort(self.line, slot, key=_PLACE)
+
+    def restart_turns(self) -> None:
+        """All processes have delivered nothing, as far as their turn goes."""
+        for slot in self.line:
+            slot.turn = 0
+        self.line.sort(key=_PLACE)
 
     @property
     def worker_ids(self) -> tuple[int, ...]:
