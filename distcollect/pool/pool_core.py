@@ -139,7 +139,7 @@ class PoolCore:
         """A worker is there, and is sent version ``newest`` if that is not 0."""
         if newest:
             self.versions.publish(newest, [worker_id])
-        slot = self.slots.add(worker_id, incarnation, peer)
+        slot = self.slots.add(worker_id, incarnation, peer, newest)
         self.requests.stale_frames.setdefault(worker_id, 0)
         self._setup_calls.joined(slot)
         self._wake_user()
@@ -176,7 +176,14 @@ class PoolCore:
     def acknowledged(self, worker_id: int) -> None:
         """A worker has a newer version."""
         self._refresh([worker_id])
+        self._wake_user()
         self._decide()
+
+    def has_weights(self, worker_id: int) -> bool:
+        """Return True if its actions are chosen by weights that were sent, if any were."""
+        holder = self.slots.get(self.versions.holder(worker_id))
+        has = self.versions.acknowledged(worker_id)
+        return holder is not None and has >= holder.first_version
 
     def resumed(self, version: int, frames: int) -> None:
         """The run goes on where another one was.

@@ -68,6 +68,7 @@ class EvaluationRequest:
         deterministic: take the most likely action, where the policy has a distribution.
         seed: of envs and actions; None: a random one.
         timeout_s: seconds for all episodes.
+        version: no older policy_version plays, if an inference server computes the actions.
         number: of the evaluation, the same for all workers that share its episodes.
     """
 
@@ -75,6 +76,7 @@ class EvaluationRequest:
     deterministic: bool
     seed: int | None
     timeout_s: float
+    version: int = 0
     number: int = field(default_factory=itertools.count().__next__)
 
 

@@ -410,6 +410,8 @@ class Worker(WorkerService):
     def evaluate(self, request: EvaluationRequest) -> Evaluation:
         _, evaluator, engine = self._configured
         engine.weights.apply()
+        if self._link is not None:
+            self._link.expect(request.version)
         try:
             with self.counter.doing(Task.EVALUATE, request.timeout_s):
                 return evaluator.evaluate(request, engine.weights.version)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -13,11 +15,13 @@ import pytest
 import torch
 from helpers.churning_workers import ChurningWorkers, churning_collector
 from helpers.levels_env import Acts, Levels, T, check_random_numbers
-from helpers.loopback_pool import loopback_collector, workers_of
+from helpers.loopback_pool import backend_of, loopback_collector, workers_of
+from helpers.loopback_transport import LoopbackTransport
 from helpers.waiting import eventually
 from torch import nn
 
 import distcollect as dc
+from distcollect.transport.worker_service import WorkerService
 
 
 def sync(*args: Any, **settings: Any) -> Any:
@@ -215,3 +219,55 @@ def test_an_evaluation_waits_for_nobody_if_only_evaluation_workers_are_left() ->
         eventually(lambda: workers.observer.worker_ids == (1,))
         with pytest.raises(dc.WorkerLost, match="no worker is there"):
             collector.evaluate(2, timeout_s=1e6)  # longer than the test may take
+
+
+@contextlib.contextmanager
+def without_weights(**options: Any) -> Iterator[tuple[Any, Callable[[], None]]]:
+    """A collector whose worker was replaced after a push; the second of the pair sends weights."""
+    may_send, send = threading.Event(), LoopbackTransport.call
+
+    def send_late(transport: LoopbackTransport, peer: int, method: Any, *args: Any) -> Any:
+        if method is WorkerService.receive_weights:
+            assert may_send.wait(60)
+        return send(transport, peer, method, *args)
+
+    with churning_collector(Levels, Acts(1), frames_per_batch=T, **options) as collector:
+        workers, evaluator = workers_of(collector), options["num_workers"] - 1  # the last one
+        collector.next()
+        collector.update_policy_weights_(Acts(2))
+        if "evaluation" in options:
+            eventually(lambda: [1] in [e.policy_version.tolist() for e in collector.evaluations])
+        try:
+            with patch.object(LoopbackTransport, "call", send_late):
+                workers.kill(evaluator)
+                workers.settle()
+                yield collector, may_send.set
+        finally:
+            may_send.set()
+
+
+@pytest.mark.parametrize("named", [None, 0])
+def test_a_replacement_evaluates_with_the_newest_weights(named: int | None) -> None:
+    with without_weights(num_workers=1) as (collector, send):
+        threading.Timer(0.1, send).start()
+        found = collector.evaluate(2, worker_ids=named, timeout_s=60)
+    assert found.policy_version.tolist() == [1, 1]
+    assert found.returns.tolist() == [10.0, 10.0]
+
+
+def test_a_replacement_that_gets_no_weights_evaluates_nothing() -> None:
+    with (
+        without_weights(num_workers=1) as (collector, _),
+        pytest.raises(dc.DeadlineError, match="wait for their first weights"),
+    ):
+        collector.evaluate(2, timeout_s=0.2)
+
+
+def test_an_evaluation_worker_that_is_replaced_evaluates_no_first_weights() -> None:
+    evaluation = dc.EvaluationWorkers(num_workers=1, num_episodes=1)
+    with without_weights(num_workers=2, evaluation=evaluation) as (collector, send):
+        before = len(collector.evaluations)
+        backend_of(collector).pool.on_weights(1, 1)  # the process before it told so late
+        send()
+        eventually(lambda: len(collector.evaluations) > before)
+        assert collector.evaluations[-1].policy_version.tolist() == [1]
