@@ -32,6 +32,7 @@ class WorkerInfo:
         server: the slot of the inference server that has its policy; None: it has its own.
         forward_s: what :func:`.trial.forward_s` has measured; None: that was not asked for.
         endpoint: where workers of other hosts reach this inference server; "": nowhere.
+        socket: where workers of its host do.
     """
 
     layout: Layout | None
@@ -42,6 +43,7 @@ class WorkerInfo:
     server: int | None = None
     forward_s: tuple[float, float] | None = None
     endpoint: str = ""
+    socket: str = ""
 
 
 @dataclass(frozen=True)
@@ -168,7 +170,7 @@ class WorkerService(Service, Protocol):
         """Build envs and policy as the plan says, all of whose parts came, and try them out."""
 
     def ask_server_at(self, endpoint: str) -> None:
-        """Ask the inference server that listens there, which is on another host."""
+        """Ask the inference server that listens there: "@" and a socket's name, or an address."""
 
     # Rollouts.
 

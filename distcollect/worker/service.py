@@ -155,7 +155,7 @@ class Worker(WorkerService):
         self._shared_parts: list[torch.Tensor] = []  # memory that other processes map
         self._parts: _Parts | _ServerParts | None = None
         self._link: Link | None = None  # to an inference server
-        self._server_endpoint = ""  # of that server, if it is on another host
+        self._server_endpoint = ""  # of that server
         # The last rollouts, by number: each lies untouched until the request after the next one.
         self._slabs: dict[int, AnySlab] = {}
         self._handover_store = HandoverStore()
@@ -344,7 +344,7 @@ class Worker(WorkerService):
         endpoint = ""
         if serving.listens and self._listen is not None:
             endpoint = self._listen(server.meet).endpoint
-        return replace(self._info(None, weights), endpoint=endpoint)
+        return replace(self._info(None, weights), endpoint=endpoint, socket=server.name)
 
     def _serve(self, server: InferenceServer) -> None:
         try:

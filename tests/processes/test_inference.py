@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -431,6 +432,40 @@ def test_a_rollout_can_end_early_while_the_server_is_away() -> None:
             timer.join()
             pid = int(batch["pid"][batch["collector", "mask"]][-1])
         assert told.weight == 0
+
+
+def names_of_sockets(pid: int) -> set[str]:
+    """The abstract ones, as people read them."""
+    lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
+    own = links_of(pid)
+    return {row[-1] for row in lines if row[-1][0] == "@" and f"socket:[{row[-2]}]" in own}
+
+
+def takes(taken: socket.socket, name: str) -> bool:
+    """Whether it has the name now; nobody can connect to it."""
+    with contextlib.suppress(OSError):
+        taken.bind(name.replace("@", "\0").encode())
+        return True
+    return False
+
+
+def test_who_takes_the_name_of_a_servers_socket_holds_up_nobody() -> None:
+    with (
+        dc.MultiSyncDataCollector(
+            ProcessIdEnv,
+            Telling(),
+            num_workers=2,
+            frames_per_batch=10,
+            inference=dc.Inference("host"),
+            faults=dc.Faults(restart_pause_s=0.1, max_restarts=1),
+        ) as collector,
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as taken,
+    ):
+        pid = int(collector.next()["pid"].flatten()[0])
+        [name] = names_of_sockets(pid)
+        os.kill(pid, signal.SIGKILL)
+        eventually(lambda: takes(taken, name))
+        assert collector.next()["pid"].unique().tolist() != [pid]
 
 
 class Hanging(Telling):

@@ -14,8 +14,8 @@ from helpers.paths import ROOT
 
 PACKAGE = ROOT / "distcollect"
 LONGEST_MODULE = 450
-LIMITS = {PACKAGE: 29_080, PACKAGE / "commands": 1_996, ROOT / "tests": 36_461}
-LIMITS |= {PACKAGE / "net": 1_416, PACKAGE / "transport": 1_210}
+LIMITS = {PACKAGE: 29_080, PACKAGE / "commands": 1_996, ROOT / "tests": 36_488}
+LIMITS |= {PACKAGE / "net": 1_416, PACKAGE / "transport": 1_211}
 
 
 def code_lines(path: Path) -> int:
