@@ -163,6 +163,7 @@ class Caller:
         observation: leaves of the observations.
         num_rows: how many envs it asks for.
         exploration: the value of an :class:`~distcollect.policy.base.Exploration`.
+        for_evaluation: its requests leave the policy's buffers as they were.
     """
 
     worker_id: int
@@ -171,6 +172,7 @@ class Caller:
     observation: tuple[Leaf, ...]
     num_rows: int
     exploration: str
+    for_evaluation: bool
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import queue
 import secrets
 import selectors
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -39,7 +39,7 @@ from distcollect.inference.protocol import (
 from distcollect.net.framing import Packet
 from distcollect.net.server import Connection
 from distcollect.policy.base import Exploration
-from distcollect.policy.live_weights import LiveWeights
+from distcollect.policy.live_weights import LiveWeights, buffers_restored
 from distcollect.policy.per_env_rng import PerEnvRng
 from distcollect.policy.recurrent import IS_INIT
 from distcollect.policy.user import UserPolicy
@@ -362,7 +362,7 @@ class InferenceServer:
         if rng is not None:
             rng.num_drawn = request.drawn
         policy.draw_from(rng)
-        with self._counter.doing(Task.SERVE), policy.exploring():
+        with self._computing(client.group), policy.exploring():
             policy.state.begin(range(client.num_rows))
         for leaf in policy.state.entries:
             client.inputs[leaf.key][:] = policy.state.arrays[leaf.key]
@@ -396,7 +396,7 @@ class InferenceServer:
         num_computed = group.most if is_seeded else self._padded(num_rows, group.most)
         begin = clock_ns()
         try:
-            with self._counter.doing(Task.SERVE):
+            with self._computing(group):
                 drawn = self._compute(batch, num_computed)
         except Exception as error:  # noqa: BLE001 - the workers raise it
             for each in requests:
@@ -416,6 +416,12 @@ class InferenceServer:
         now = clock_ns()
         callers = [(each.client, each.request.first) for each in requests]
         self._batching.answered(callers, now, now - begin)
+
+    @contextlib.contextmanager
+    def _computing(self, group: _Group) -> Iterator[None]:
+        module = self._weights.module if group.caller.for_evaluation else None
+        with self._counter.doing(Task.SERVE), buffers_restored(module):
+            yield
 
     def _next_batch(self) -> list[tuple[_Waiting, slice]]:
         """Take requests that one pass can answer out of those that wait, with their rows in it."""

@@ -567,6 +567,27 @@ def test_evaluation() -> None:
         assert collector.evaluate(4).policy_version.tolist() == [1] * 4
 
 
+class Seen(nn.Module):
+    """Tells how many rows it has seen before; it counts them in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, observation: torch.Tensor) -> Any:
+        told = self.seen.expand(len(observation)).clone()
+        self.seen += len(observation)
+        return torch.zeros(len(observation), dtype=torch.int64), {"seen": told}
+
+
+def test_an_evaluation_leaves_the_policys_buffers_as_they_were() -> None:
+    with dc.MultiSyncDataCollector(
+        "CartPole-v1", Seen(), num_workers=1, frames_per_batch=5, inference=dc.Inference("host")
+    ) as collector:
+        before, _, after = collector.next(), collector.evaluate(2), collector.next()
+    assert after["seen"].flatten()[0] == before["seen"].flatten()[-1] + 1
+
+
 class PaidLast(PayingEnv):
     """Pays the last action of an episode."""
 
