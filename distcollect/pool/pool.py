@@ -599,7 +599,7 @@ class Pool(MembershipObserver):
             late = sorted(slot.worker_id for slot in list(call.late))
             raise DeadlineError(
                 f"workers {late} did not take the call {method.__name__!r} within "
-                f"{timeout_s:g} s: they finish the step that they are in first; "
+                f"{timeout_s:g} s: they finish the step, or evaluate(), that they are in first; "
                 "Faults(batch_timeout_s=...) gives longer"
             )
         if call.errors:

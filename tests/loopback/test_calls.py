@@ -178,6 +178,23 @@ class TestEvaluationWorkers:
             threading.Timer(0.1, Waits.may_end.set).start()
         assert [record.getMessage() for record in caplog.records] == []
 
+    def test_no_setup_waits_for_them(self) -> None:
+        with loopback_collector(
+            WaitsOnceMore,
+            Acts(1),
+            frames_per_batch=T,
+            num_workers=2,
+            evaluation=dc.EvaluationWorkers(num_episodes=1),
+            faults=dc.Faults(batch_timeout_s=5),
+        ) as collector:
+            try:
+                eventually(WaitsOnceMore.has_begun.is_set)
+                collector.set_seed(1)
+                collector.pre_collect_hook = None
+            finally:
+                WaitsOnceMore.may_end.set()
+            eventually(lambda: collector.evaluations)
+
 
 class Waits(Levels):
     has_begun, may_end = threading.Event(), threading.Event()
@@ -187,6 +204,10 @@ class Waits(Levels):
             self.has_begun.set()
             assert self.may_end.wait(10)
         return super().step(action)
+
+
+class WaitsOnceMore(Waits):
+    has_begun, may_end = threading.Event(), threading.Event()
 
 
 def test_an_evaluation_waits_for_a_worker_that_is_being_replaced() -> None:
