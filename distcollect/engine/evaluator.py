@@ -66,6 +66,7 @@ class Evaluator:
         self._build = partial(build, counter=self._counter)
         self._engines: dict[Exploration, EngineBase] = {}
         self._cancelled: set[int] = set()  # numbers of evaluations
+        self._is_stopped = False
 
     def evaluate(self, request: EvaluationRequest, version: int) -> Evaluation:
         """Play whole episodes; every env plays about as many as any other.
@@ -78,6 +79,7 @@ class Evaluator:
             DeadlineError: the episodes took longer, or are not wanted any more.
             EnvError: an env raised.
             PolicyError: the policy raised.
+            Stopped: see :meth:`stop`.
         """
         deadline = time.monotonic() + request.timeout_s
 
@@ -116,6 +118,12 @@ class Evaluator:
         """End the evaluation of this number soon, or as soon as it begins; from any thread."""
         self._cancelled.add(number)
 
+    def stop(self) -> None:
+        """End the running evaluation between two steps, and all others; from any thread."""
+        self._is_stopped = True
+        for engine in list(self._engines.values()):
+            engine.stop()
+
     def _faults(self) -> tuple[EnvFault, ...]:
         return taken_faults(self._counter, self._worker_id, self._incarnation)
 
@@ -130,7 +138,9 @@ class Evaluator:
                 traces=False,
                 metrics={},
             )
-            self._engines[exploration] = self._build(plan, traj_ids=itertools.count())
+            engine = self._engines[exploration] = self._build(plan, traj_ids=itertools.count())
+            if self._is_stopped:  # while it was made
+                engine.stop()
         return self._engines[exploration]
 
     def _play(

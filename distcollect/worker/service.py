@@ -39,10 +39,18 @@ from distcollect.engine.build import build_engine
 from distcollect.engine.engine import Engine, user_policy
 from distcollect.engine.env_recovery import taken_faults
 from distcollect.engine.evaluator import Evaluator
+from distcollect.engine.interrupts import Stopped
 from distcollect.engine.pickled_plan import unpickled
 from distcollect.engine.plan import WorkerPlan
 from distcollect.envs.registered import register_all
-from distcollect.errors import ArgumentError, EnvError, RolloutGone, WorkerError, users_errors
+from distcollect.errors import (
+    ArgumentError,
+    EnvError,
+    RolloutGone,
+    WorkerError,
+    WorkerLost,
+    users_errors,
+)
 from distcollect.inference.link import Link
 from distcollect.inference.protocol import Serving
 from distcollect.inference.server import InferenceServer
@@ -181,6 +189,7 @@ class Worker(WorkerService):
         self._stopping = True
         if isinstance(self._parts, _Parts):
             self._parts.engine.stop()
+            self._parts.evaluator.stop()
         if self._link is not None:
             self._link.stop()
         self._jobs.put(None)
@@ -314,6 +323,7 @@ class Worker(WorkerService):
         self._parts = _Parts(receiver, evaluator, engine)
         if self._stopping:
             engine.stop()
+            evaluator.stop()
         return replace(self._info(engine.layout, weights), forward_s=self._trial(engine))
 
     def _linked(self, plan: WorkerPlan, serving: Serving) -> WorkerPlan:
@@ -415,6 +425,8 @@ class Worker(WorkerService):
         try:
             with self.counter.doing(Task.EVALUATE, request.timeout_s):
                 return evaluator.evaluate(request, engine.weights.version)
+        except Stopped:
+            raise WorkerLost("was told to end") from None
         finally:
             engine.step_timer.restart_wait()
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 import gymnasium as gym
@@ -194,6 +195,33 @@ class TestEvaluationWorkers:
             finally:
                 WaitsOnceMore.may_end.set()
             eventually(lambda: collector.evaluations)
+
+    def test_the_end_of_a_run_closes_their_envs(self, caplog: pytest.LogCaptureFixture) -> None:
+        """In the midst of an evaluation, between two steps; nothing is said of it."""
+        caplog.set_level(logging.WARNING)
+        evaluation = dc.EvaluationWorkers(num_episodes=1)
+        with loopback_collector(
+            LongEpisodes, frames_per_batch=T, num_workers=2, evaluation=evaluation
+        ):
+            eventually(LongEpisodes.has_begun.is_set)
+        assert LongEpisodes.closed == {"0.0": 1, "1.0": 2}
+        assert [record.getMessage() for record in caplog.records] == []
+
+
+class LongEpisodes(Levels):
+    """Those of the evaluation worker last as long as the test may take."""
+
+    has_begun = threading.Event()
+    closed: ClassVar[Counter[str]] = Counter()
+
+    def step(self, action: Any) -> Any:
+        if self.name.startswith("1"):
+            self.has_begun.set()
+            return self._seen(), 0.0, False, False, {}
+        return super().step(action)
+
+    def close(self) -> None:
+        self.closed[self.name] += 1
 
 
 class Waits(Levels):

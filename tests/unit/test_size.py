@@ -14,8 +14,8 @@ from helpers.paths import ROOT
 
 PACKAGE = ROOT / "distcollect"
 LONGEST_MODULE = 450
-LIMITS = {PACKAGE: 29_080, PACKAGE / "commands": 1_996, ROOT / "tests": 36_520}
-LIMITS |= {PACKAGE / "net": 1_416, PACKAGE / "transport": 1_211}
+LIMITS = {PACKAGE: 29_098, PACKAGE / "commands": 1_996, ROOT / "tests": 36_540}
+LIMITS |= {PACKAGE / "net": 1_416, PACKAGE / "transport": 1_212}
 
 
 def code_lines(path: Path) -> int:
