@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import secrets
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -108,7 +107,6 @@ def _serving(options: WorkerOptions) -> Serving:
     assert inference is not None
     step_s = limits.step_timeout_s or limits.start_timeout_s
     return Serving(
-        f"distcollect-{secrets.token_hex(16)}",
         limits.start_timeout_s + step_s,
         num_workers=options.num_collecting,
         batch_size=inference.batch_size,

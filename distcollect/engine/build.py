@@ -26,7 +26,6 @@ def build_engine(
     incarnation: int = 0,
     shared: bool = False,
     counter: StepCounter | None = None,
-    for_evaluation: bool = False,
 ) -> EngineBase:
     """Make the envs and the policy of ``plan``, and try them out.
 
@@ -37,7 +36,6 @@ def build_engine(
         incarnation: number of the process in that slot, counted from 0; env makers are given it.
         shared: the policy is the user's own object, not a copy.
         counter: counts the engine's frames; None: a new one.
-        for_evaluation: env makers are told that the policy is evaluated in these envs.
 
     Raises:
         ArgumentError: an option that these envs do not support.
@@ -50,7 +48,7 @@ def build_engine(
             env_index=index,
             incarnation=incarnation,
             seed=None,
-            for_evaluation=for_evaluation,
+            for_evaluation=plan.for_evaluation,
         )
         for index in range(plan.num_envs)
     ]

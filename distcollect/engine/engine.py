@@ -76,6 +76,7 @@ class Engine(EngineBase):
                 envs.observation_space,
                 action_space=envs.action_space,
                 exploration=plan.exploration,
+                for_evaluation=plan.for_evaluation,
             )
         else:
             self._policy = user_policy(plan, envs, envs.obs, shared=shared)

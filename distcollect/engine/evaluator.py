@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
 
 import numpy as np
 import torch
-from torch import nn
 
 from distcollect.common.random_state import random_state_restored
 from distcollect.common.seeding import Stream, env_seed, policy_seed, shares
@@ -23,6 +21,7 @@ from distcollect.engine.env_recovery import taken_faults
 from distcollect.engine.plan import WorkerPlan
 from distcollect.errors import DeadlineError, EnvError
 from distcollect.policy.base import Exploration
+from distcollect.policy.live_weights import buffers_restored
 from distcollect.policy.noise import without_noise
 from distcollect.policy.weight_layout import published
 from distcollect.results import EnvFault, Evaluation
@@ -67,6 +66,7 @@ class Evaluator:
         self._build = partial(build, counter=self._counter)
         self._engines: dict[Exploration, EngineBase] = {}
         self._cancelled: set[int] = set()  # numbers of evaluations
+        self._is_stopped = False
 
     def evaluate(self, request: EvaluationRequest, version: int) -> Evaluation:
         """Play whole episodes; every env plays about as many as any other.
@@ -79,6 +79,7 @@ class Evaluator:
             DeadlineError: the episodes took longer, or are not wanted any more.
             EnvError: an env raised.
             PolicyError: the policy raised.
+            Stopped: see :meth:`stop`.
         """
         deadline = time.monotonic() + request.timeout_s
 
@@ -89,7 +90,7 @@ class Evaluator:
         num_before = self._counter.env_faults
         try:
             own = published(self._plan.policy, self._plan.models)
-            with random_state_restored(), _buffers_restored(own):
+            with random_state_restored(), buffers_restored(own):
                 engine = self._engine(exploration)
                 engine.weights.version = version
                 seed = request.seed
@@ -117,6 +118,12 @@ class Evaluator:
         """End the evaluation of this number soon, or as soon as it begins; from any thread."""
         self._cancelled.add(number)
 
+    def stop(self) -> None:
+        """End the running evaluation between two steps, and all others; from any thread."""
+        self._is_stopped = True
+        for engine in list(self._engines.values()):
+            engine.stop()
+
     def _faults(self) -> tuple[EnvFault, ...]:
         return taken_faults(self._counter, self._worker_id, self._incarnation)
 
@@ -126,13 +133,14 @@ class Evaluator:
                 self._plan,
                 policy=without_noise(self._plan.policy),
                 exploration=exploration,
+                for_evaluation=True,
                 reset_at_each_iter=False,  # an episode spans several rollouts here
                 traces=False,
                 metrics={},
             )
-            self._engines[exploration] = self._build(
-                plan, traj_ids=itertools.count(), for_evaluation=True
-            )
+            engine = self._engines[exploration] = self._build(plan, traj_ids=itertools.count())
+            if self._is_stopped:  # while it was made
+                engine.stop()
         return self._engines[exploration]
 
     def _play(
@@ -193,25 +201,6 @@ class Evaluator:
         """Close the envs."""
         for engine in self._engines.values():
             engine.close()
-
-
-@contextlib.contextmanager
-def _buffers_restored(module: nn.Module | None) -> Iterator[None]:
-    """Restore buffers, such as running statistics: collection goes on with what it has seen."""
-    before = [
-        (part, name, buffer, buffer.clone())
-        for part in (() if module is None else module.modules())
-        for name, buffer in part.named_buffers(recurse=False)
-    ]
-    try:
-        yield
-    finally:
-        with torch.inference_mode():  # in which policies may have assigned them
-            for part, name, buffer, value in before:
-                if getattr(part, name) is not buffer:
-                    setattr(part, name, buffer)
-                if not torch.equal(buffer, value):  # one that is expanded can't be written to
-                    buffer.copy_(value)
 
 
 def _seed(engine: EngineBase, seed: int, num_starts: int) -> None:

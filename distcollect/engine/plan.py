@@ -31,6 +31,7 @@ class WorkerPlan:
         env_device: where TorchRL envs compute; None: they are not moved.
         adds_transforms: add the transforms to TorchRL envs that a recurrent policy needs.
         exploration: how actions are chosen from a distribution.
+        for_evaluation: the policy is evaluated; env makers, and an inference server, are told.
         info_keys: entries of ``info`` that go into the batch.
         models: further modules whose weights are published with the policy's, by name. Policy and
             env makers that refer to one of them still refer to the same object after pickling.
@@ -63,6 +64,7 @@ class WorkerPlan:
     env_device: torch.device | None = None
     adds_transforms: bool = True
     exploration: Exploration = Exploration.RANDOM
+    for_evaluation: bool = False
     info_keys: Any = None
     models: Mapping[str, nn.Module] = field(default_factory=dict)
     exclude: Sequence[str] = ()

@@ -55,7 +55,8 @@ class Link:
         weights: their version is that of the last answer.
         least: no older policy_version may answer.
         server: the slot of the server; None before it has answered.
-        endpoint: where the server listens, if it is on another host.
+        endpoint: where the server listens: the name of its socket, or its address if it is on
+            another host; "": not known yet.
         token: of the run.
     """
 
@@ -105,11 +106,11 @@ class Link:
         """
         while True:
             kind, pause_s = Connection, _RETRY_S
-            if self.endpoint:
+            if self._is_remote:
                 kind, pause_s = RemoteConnection, _REMOTE_RETRY_S
             with contextlib.suppress(ServerGone):
                 return kind(self, caller, deadline)
-            # Nothing tells when a process takes the name of the socket.
+            # Another thread is told where the next server is.
             self.wait(None, min(deadline, time.monotonic() + pause_s), may_wake=False)
             if time.monotonic() >= deadline:
                 raise self.late()
@@ -150,8 +151,12 @@ class Link:
             for counter, task in zip(self._counters, before, strict=True):
                 counter.cells[TASK] = task
 
+    @property
+    def _is_remote(self) -> bool:
+        return bool(self.endpoint) and not self.endpoint.startswith("@")
+
     def late(self) -> DeadlineError:
-        where = f"at {self.endpoint}" if self.endpoint else "of this host"
+        where = f"at {self.endpoint}" if self._is_remote else "of this host"
         return DeadlineError(
             f"the inference server {where} did not answer within {self.serving.timeout_s:g} s:"
             " see what the trainer logged about it; Faults(start_timeout_s=..., "
@@ -239,7 +244,7 @@ class Connection:
     def _open(self) -> None:
         self._socket = protocol.open_socket()
         try:
-            self._socket.connect(self._link.serving.address)
+            self._socket.connect(protocol.address_of(self._link.endpoint))
             is_safe = protocol.is_same_user(self._socket)
         except OSError:
             is_safe = False

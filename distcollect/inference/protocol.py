@@ -17,8 +17,9 @@ the process that replaces a server.
 Between hosts the same messages are packets of a connection that has proven the run's token, and a
 request's rows, and its results, are in them.
 
-The socket has an abstract name, the same for every server in a slot: it needs no file, and is free
-again when the process ends, however that happens. Either side learns of the other's end by it.
+The socket has an abstract name, so it needs no file. Each server has a new one, which the trainer
+tells workers: who takes that of one that has ended holds up nobody. Either side learns of the
+other's end by the socket.
 """
 
 from __future__ import annotations
@@ -55,7 +56,6 @@ class Serving:
     """What the workers and the server of a host know of each other before they meet.
 
     Attributes:
-        name: of the socket.
         timeout_s: how long a worker waits for an answer, while the server may be replaced.
         is_server: the process is the server; else it is served.
         listens: workers of other hosts ask the server, too.
@@ -65,7 +65,6 @@ class Serving:
         num_threads: see :class:`~distcollect.Inference`.
     """
 
-    name: str
     timeout_s: float
     is_server: bool = False
     listens: bool = False
@@ -73,11 +72,6 @@ class Serving:
     num_workers: int = 1
     batch_size: int | None = None
     num_threads: int | None = None
-
-    @property
-    def address(self) -> bytes:
-        """The socket's address: an abstract one."""
-        return b"\0" + self.name.encode()
 
     def take_cores(self, cores: tuple[int, ...]) -> None:
         """Use as many of these cores as a server does, which workers may keep busy."""
@@ -169,6 +163,7 @@ class Caller:
         observation: leaves of the observations.
         num_rows: how many envs it asks for.
         exploration: the value of an :class:`~distcollect.policy.base.Exploration`.
+        for_evaluation: its requests leave the policy's buffers as they were.
     """
 
     worker_id: int
@@ -177,6 +172,7 @@ class Caller:
     observation: tuple[Leaf, ...]
     num_rows: int
     exploration: str
+    for_evaluation: bool
 
 
 @dataclass(frozen=True)
@@ -207,6 +203,11 @@ class Served:
 def open_socket() -> socket.socket:
     """A socket of this protocol."""
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def address_of(name: str) -> bytes:
+    """The address of a socket; where people read it, an abstract name begins with "@"."""
+    return name.replace("@", "\0").encode()
 
 
 def is_same_user(connected: socket.socket) -> bool:

@@ -49,6 +49,7 @@ class RemotePolicy(Policy):
         *,
         action_space: gym.Space[Any],
         exploration: Exploration,
+        for_evaluation: bool = False,
     ) -> None:
         """Meet the server.
 
@@ -60,6 +61,7 @@ class RemotePolicy(Policy):
             observation_space: of a single env.
             action_space: of a single env.
             exploration: how to choose actions where the policy has, or returns, a distribution.
+            for_evaluation: the policy's buffers stay as they are.
 
         Raises:
             DeadlineError: the server did not answer in time.
@@ -77,6 +79,7 @@ class RemotePolicy(Policy):
             tuple(leaves),
             self._num_rows,
             exploration.value,
+            for_evaluation,
         )
         self._random = RandomPolicy(action_space, self._num_rows)  # of noise
         self.noises = noises_of(

@@ -10,10 +10,10 @@ import contextlib
 import os
 import pickle
 import queue
+import secrets
 import selectors
 import socket
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -39,17 +39,13 @@ from distcollect.inference.protocol import (
 from distcollect.net.framing import Packet
 from distcollect.net.server import Connection
 from distcollect.policy.base import Exploration
-from distcollect.policy.live_weights import LiveWeights
+from distcollect.policy.live_weights import LiveWeights, buffers_restored
 from distcollect.policy.per_env_rng import PerEnvRng
 from distcollect.policy.recurrent import IS_INIT
 from distcollect.policy.user import UserPolicy
 from distcollect.rollout.spaces import Arrays, leaves_of
 from distcollect.transport import packing
 from distcollect.transport.failure import Failure
-
-# For the server before this one to give the socket's name back.
-_BIND_TIMEOUT_S = 10.0
-_BIND_RETRY_S = 0.02
 
 
 class _Group:
@@ -164,7 +160,11 @@ class _Waiting:
 
 
 class InferenceServer:
-    """Serves workers. Its thread calls :meth:`serve`, others :meth:`ring` and :meth:`post`."""
+    """Serves workers. Its thread calls :meth:`serve`, others :meth:`ring` and :meth:`post`.
+
+    Attributes:
+        name: of its socket.
+    """
 
     def __init__(
         self,
@@ -185,9 +185,6 @@ class InferenceServer:
             counter: says what the process does.
             worker_id: the process's slot.
             num_cores: that it and its workers may keep busy.
-
-        Raises:
-            OSError: the name of its socket stays in use.
         """
         self._serving, self._policy, self._weights = serving, policy, weights
         self._counter, self._worker_id, self._num_cores = counter, worker_id, num_cores
@@ -201,7 +198,10 @@ class InferenceServer:
         self._bell, self._ringer = socket.socketpair()
         self._bell.setblocking(False)
         self._ringer.setblocking(False)
-        self._listening = _listen(serving.address)
+        self.name = f"@distcollect-{secrets.token_hex(16)}"
+        self._listening = protocol.open_socket()
+        self._listening.bind(protocol.address_of(self.name))
+        self._listening.listen(socket.SOMAXCONN)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listening, selectors.EVENT_READ, self._accept)
         self._selector.register(self._bell, selectors.EVENT_READ, self._hear)
@@ -362,7 +362,7 @@ class InferenceServer:
         if rng is not None:
             rng.num_drawn = request.drawn
         policy.draw_from(rng)
-        with self._counter.doing(Task.SERVE), policy.exploring():
+        with self._computing(client.group), policy.exploring():
             policy.state.begin(range(client.num_rows))
         for leaf in policy.state.entries:
             client.inputs[leaf.key][:] = policy.state.arrays[leaf.key]
@@ -396,7 +396,7 @@ class InferenceServer:
         num_computed = group.most if is_seeded else self._padded(num_rows, group.most)
         begin = clock_ns()
         try:
-            with self._counter.doing(Task.SERVE):
+            with self._computing(group):
                 drawn = self._compute(batch, num_computed)
         except Exception as error:  # noqa: BLE001 - the workers raise it
             for each in requests:
@@ -416,6 +416,12 @@ class InferenceServer:
         now = clock_ns()
         callers = [(each.client, each.request.first) for each in requests]
         self._batching.answered(callers, now, now - begin)
+
+    @contextlib.contextmanager
+    def _computing(self, group: _Group) -> Iterator[None]:
+        module = self._weights.module if group.caller.for_evaluation else None
+        with self._counter.doing(Task.SERVE), buffers_restored(module):
+            yield
 
     def _next_batch(self) -> list[tuple[_Waiting, slice]]:
         """Take requests that one pass can answer out of those that wait, with their rows in it."""
@@ -474,20 +480,3 @@ class InferenceServer:
         leaves = (*action, *policy.extras, *state)
         memory, client.outputs = protocol.make_memory(leaves, client.num_rows)
         client.untold = (action, policy.extras), memory
-
-
-def _listen(address: bytes) -> socket.socket:
-    """Take a socket's name, once the process before this one has given it back."""
-    listening = protocol.open_socket()
-    deadline = time.monotonic() + _BIND_TIMEOUT_S
-    while True:
-        try:
-            listening.bind(address)
-        except OSError:
-            if time.monotonic() > deadline:
-                listening.close()
-                raise
-            time.sleep(_BIND_RETRY_S)
-        else:
-            listening.listen(socket.SOMAXCONN)
-            return listening

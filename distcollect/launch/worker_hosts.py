@@ -327,18 +327,19 @@ class WorkerHosts(JoinServerEvents):
         if self._gives_server(rank):
             self._events.slot_opened(self._server_of(network))
 
-    def remote_server(self, worker_id: int) -> int | None:
-        """The slot of the inference server on another host that a worker asks; None: of its own."""
-        if not self._server_ranks:  # then each host has its own, or none has
-            return None
+    def server_for(self, worker_id: int) -> tuple[int | None, bool]:
+        """The slot of the inference server that a worker asks, and whether on another host."""
+        if self._server_ranks is None or is_server(worker_id):
+            return None, False
         with self._lock:
             supervisors = [each for _, each in sorted(self._supervisors.items())]
             serving = (each.network for each in supervisors if self._gives_server(each.rank))
             networks = list(dict.fromkeys(serving))
             own = self._supervisors.get(worker_id)
-            if not networks or own is None or own.network in networks:
-                return None
-            return self._server_of(networks[worker_id % len(networks)])
+            network = own_network() if own is None else own.network
+            if not networks or own is None or network in networks:
+                return self._server_of(network), False
+            return self._server_of(networks[worker_id % len(networks)]), True
 
     def _gives_server(self, rank: int | None) -> bool:
         """Return True if the host of a supervisor with this rank gets an inference server by it."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -179,3 +180,22 @@ def _places(
         )
         if id(tensor) in wanted and getattr(part, name, None) is tensor
     ]
+
+
+@contextlib.contextmanager
+def buffers_restored(module: nn.Module | None) -> Iterator[None]:
+    """Restore buffers, such as running statistics: collection goes on with what it has seen."""
+    before = [
+        (part, name, buffer, buffer.clone())
+        for part in (() if module is None else module.modules())
+        for name, buffer in part.named_buffers(recurse=False)
+    ]
+    try:
+        yield
+    finally:
+        with torch.inference_mode():  # in which policies may have assigned them
+            for part, name, buffer, value in before:
+                if getattr(part, name) is not buffer:
+                    setattr(part, name, buffer)
+                if not torch.equal(buffer, value):  # one that is expanded can't be written to
+                    buffer.copy_(value)

@@ -46,7 +46,11 @@ class Evaluators:
 
     def has_weights(self, worker_id: int, version: int) -> None:
         """A worker has new weights, or has joined with its first ones."""
-        if worker_id not in self._worker_ids:
+        # One that replaces the worker says itself when it has weights.
+        if (
+            worker_id not in self._worker_ids
+            or self._pool.acknowledged.get(worker_id, -1) < version
+        ):
             return
         with self._lock:
             self._newest[worker_id] = version

@@ -168,19 +168,31 @@ class Pool(MembershipObserver):
         with self._loop.reading():
             return tuple(sorted(slot.worker_id for slot in self._core.slots if slot.may_be_asked))
 
-    def await_present(self, timeout_s: float) -> tuple[int, ...]:
-        """The same, once a worker is there; empty if none is on its way, or none comes in time.
+    def await_evaluators(self, worker_ids: Sequence[int] | None, timeout_s: float) -> Sequence[int]:
+        """The workers that evaluate, once none has the run's first weights in place of newer ones.
+
+        Args:
+            worker_ids: these, whether they are there or not; None: those that are, at least one.
+            timeout_s: to wait; empty if that was not long enough, or if none is on its way.
 
         Raises:
             DistCollectError: the run has ended.
         """
+        ready: Sequence[int] = ()
 
-        def are_present() -> bool:
+        def are_ready() -> bool:
+            nonlocal ready
             with self._loop.reading():
-                return bool(self.present or not self._core.slots.some_collect_or_will)
+                slots, has_weights = self._core.slots, self._core.has_weights
+                if worker_ids is None:
+                    ready = [w for w in self.present if has_weights(w)]
+                    return bool(ready or not slots.some_collect_or_will)
+                is_ready = all(has_weights(w) or slots.get(w) is None for w in worker_ids)
+                ready = worker_ids if is_ready else ()
+                return is_ready
 
-        self._await(are_present, timeout_s)
-        return self.present
+        self._await(are_ready, timeout_s)
+        return ready
 
     def waiting_versions(self) -> list[int]:
         """The lowest version of each rollout that waits for delivery."""
@@ -585,7 +597,7 @@ class Pool(MembershipObserver):
             late = sorted(slot.worker_id for slot in list(call.late))
             raise DeadlineError(
                 f"workers {late} did not take the call {method.__name__!r} within "
-                f"{timeout_s:g} s: they finish the step that they are in first; "
+                f"{timeout_s:g} s: they finish the step, or evaluate(), that they are in first; "
                 "Faults(batch_timeout_s=...) gives longer"
             )
         if call.errors:

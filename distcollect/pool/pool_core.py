@@ -140,7 +140,7 @@ class PoolCore:
         """A worker is there, and is sent version ``newest`` if that is not 0."""
         if newest:
             self.versions.publish(newest, [worker_id])
-        slot = self.slots.add(worker_id, incarnation, peer)
+        slot = self.slots.add(worker_id, incarnation, peer, newest)
         self.requests.stale_frames.setdefault(worker_id, 0)
         self._setup_calls.joined(slot)
         self._wake_user()
@@ -177,7 +177,14 @@ class PoolCore:
     def acknowledged(self, worker_id: int) -> None:
         """A worker has a newer version."""
         self._refresh([worker_id])
+        self._wake_user()
         self._has_changed = True
+
+    def has_weights(self, worker_id: int) -> bool:
+        """Return True if its actions are chosen by weights that were sent, if any were."""
+        holder = self.slots.get(self.versions.holder(worker_id))
+        has = self.versions.acknowledged(worker_id)
+        return holder is not None and has >= holder.first_version
 
     def resumed(self, version: int, frames: int) -> None:
         """The run goes on where another one was.
@@ -210,6 +217,8 @@ class PoolCore:
         call = self._setup_calls.begin(method, arguments)
         self._preempt()
         self.requests.give_up_all()
+        if method is WorkerService.seed:
+            self.slots.restart_turns()
         return call
 
     def _set_up(self, slot: WorkerSlot, method: Callable[..., Any], args: Sequence[Any]) -> None:

@@ -74,7 +74,7 @@ class RemoteCalls:
             ) from error
         what, timeout_s = f"call({call.method!r})", call.timeout_s
         known = self._ends.known()
-        called = self._called(worker_ids)
+        called = self._pool.present if worker_ids is None else self._selected(worker_ids)
         answers = {w: self._pool.call(w, WorkerService.call_envs, *call) for w in called}
         # A worker whose envs take longer than timeout_s is ended, and how it ended says more.
         ends = self._await(what, answers, known, timeout_s)
@@ -87,10 +87,6 @@ class RemoteCalls:
                 )
         return _answered(answers, ends, all_of_them=worker_ids is not None)
 
-    def _called(self, worker_ids: WorkerIds) -> Sequence[int]:
-        """The workers that the user named; if none, all that are there."""
-        return self._pool.present if worker_ids is None else self._selected(worker_ids)
-
     def evaluate(self, request: EvaluationRequest, worker_ids: WorkerIds) -> Evaluation:
         """Play this many episodes in all, see :meth:`.DataCollectorBase.evaluate`."""
         deadline = time.monotonic() + request.timeout_s
@@ -99,24 +95,27 @@ class RemoteCalls:
         lost: list[str] = []  # how workers ended that were evaluating
         while owed := request.num_episodes - sum(len(part.returns) for part in parts):
             meanwhile = f"; lost meanwhile: {'; '.join(lost)}" if lost else ""
-            selected = self._called(worker_ids)
-            if not (selected or lost):  # all are being replaced, for other reasons than this
-                selected = self._pool.await_present(deadline - time.monotonic())
+            named = None if worker_ids is None else self._selected(worker_ids)
+            # For those that were lost by this, nobody waits.
+            wait_s = 0.0 if lost else deadline - time.monotonic()
+            selected = self._pool.await_evaluators(named, wait_s)
             if not selected:
                 if time.monotonic() >= deadline:
                     raise DeadlineError(
                         f"evaluate() had no worker for {request.timeout_s:g} s, as all are being "
-                        f"replaced; timeout_s=... gives longer{meanwhile}"
+                        "replaced, or wait for their first weights; timeout_s=... gives longer"
+                        f"{meanwhile}"
                     )
                 raise WorkerLost(f"no worker is there to evaluate the policy{meanwhile}")
-            limit_s = max(0.0, deadline - time.monotonic())
+            limit_s, has = max(0.0, deadline - time.monotonic()), self._pool.acknowledged
             # If workers are lost, others play their episodes in the next round, with other seeds.
             first = len(parts) << 16
             answers: dict[int, Future[Evaluation]] = {}
             with self._cancelled_by_errors(request, selected):
                 for w, share in zip(selected, shares(owed, len(selected)), strict=True):
                     if share:
-                        part = replace(request, num_episodes=share, timeout_s=limit_s)
+                        part = replace(request, num_episodes=share, version=has.get(w, 0))
+                        part = replace(part, timeout_s=limit_s)
                         if request.seed is not None:
                             seed = env_seed(request.seed, first + w, stream=Stream.EVALUATION)
                             part = replace(part, seed=seed)

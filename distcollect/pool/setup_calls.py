@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from distcollect.errors import WorkerLost
+from distcollect.errors import WorkerLost, is_server
 from distcollect.pool.worker_slots import SlotState, WorkerSlot, WorkerSlots
 
 # From a worker's process to the arguments of a setup call for it.
@@ -26,7 +26,8 @@ class SetupCall:
         method: of the worker's service; a further call of it replaces this one.
         arguments: for a worker.
         before: the call that this one replaces; None: there is none.
-        late: the workers that were there when it was made, and have not answered.
+        late: the workers that were there when it was made, and have not answered; without those
+            that only evaluate.
         errors: of these workers; without those of workers that were lost.
     """
 
@@ -63,7 +64,9 @@ class SetupCalls:
         """
         owed = {slot: arguments(slot) for slot in self._slots if slot.is_staying}
         before = self._newest.get(method)
-        call = self._newest[method] = SetupCall(method, arguments, before, set(owed))
+        # Evaluation workers get it between two evaluations, which may take long.
+        awaited = {slot for slot in owed if is_server(slot.worker_id) or not slot.is_reserved}
+        call = self._newest[method] = SetupCall(method, arguments, before, awaited)
         if before is not None:
             before.late = {slot for slot in before.late if slot.setup_call is before}
         for slot, values in owed.items():

@@ -138,19 +138,21 @@ class WorkerSlot:
         incarnation: which process in that slot.
         peer: the process's id on the wire.
         is_reserved: it collects no rollouts.
+        first_version: that it is sent first; before, it has the run's first weights.
         failed: it failed at what it was asked for, and is lost or will be.
         setup_call: the setup call that it has to answer.
         setup_calls: by method, those that it gets after that one, with their arguments.
         num_requests: rollouts requested from it.
         rollouts: of these, in their order, those that are neither delivered nor given up.
         last_request: number of its last request among those of the pool, from 1.
-        turn: with ``in_turn``, how many rollouts it has delivered.
+        turn: with ``in_turn``, how many rollouts it has delivered since the last seed.
     """
 
     worker_id: int
     incarnation: int
     peer: int
     is_reserved: bool = False
+    first_version: int = 0
     failed: bool = False
     state: SlotState = SlotState.SETTING_UP
     setup_call: SetupCall | None = None
@@ -290,11 +292,11 @@ class WorkerSlots:
         slot = self._present.get(worker_id)
         return slot if slot is not None and slot.incarnation == incarnation else None
 
-    def add(self, worker_id: int, incarnation: int, peer: int) -> WorkerSlot:
-        """A process has joined."""
+    def add(self, worker_id: int, incarnation: int, peer: int, newest: int = 0) -> WorkerSlot:
+        """A process has joined, and is sent version ``newest``."""
         self.coming.discard(worker_id)
         is_reserved = self._is_reserved(worker_id)
-        slot = WorkerSlot(worker_id, incarnation, peer, is_reserved)
+        slot = WorkerSlot(worker_id, incarnation, peer, is_reserved, newest)
         self._present[worker_id] = slot
         if not is_reserved:
             # It starts level with the worker that has delivered least.
@@ -338,6 +340,12 @@ class WorkerSlots:
             self.line.remove(slot)
             slot.turn += 1
             insort(self.line, slot, key=_PLACE)
+
+    def restart_turns(self) -> None:
+        """All processes have delivered nothing, as far as their turn goes."""
+        for slot in self.line:
+            slot.turn = 0
+        self.line.sort(key=_PLACE)
 
     @property
     def worker_ids(self) -> tuple[int, ...]:

@@ -299,7 +299,7 @@ class Lifecycle(HostEvents):
         if self._is_observed:
             log.info("%s is ready%s", self._name(process.worker_id), process.where)
         self._observer.join(*process.key, process.peer, info.server)
-        if info.endpoint:
+        if info.socket:
             self._name_servers(self.processes.values())
 
     @posted

@@ -1,4 +1,4 @@
-"""Workers learn where the inference server on another host is that they ask."""
+"""Workers learn where the inference server is that they ask."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def name_servers(
     Call it for a worker once it can be reached, and for all when a server is ready.
     """
     for worker in workers:
-        slot = hosts.remote_server(worker.worker_id)
+        slot, is_remote = hosts.server_for(worker.worker_id)
         for server in processes.values():
             if server.worker_id == slot and server.info is not None and not server.is_over:
-                transport.call(worker.peer, WorkerService.ask_server_at, server.info.endpoint)
+                place = server.info.endpoint if is_remote else server.info.socket
+                transport.call(worker.peer, WorkerService.ask_server_at, place)

@@ -19,12 +19,13 @@ from distcollect.errors import (
     PolicySignatureError,
     SpaceError,
     WorkerError,
+    WorkerLost,
 )
 from distcollect.results import EnvFault
 
 # The trainer raises them as what they are. Some arguments turn out to be wrong only when a worker
 # makes the envs.
-_WORKER_ERRORS = (EnvError, PolicyError, PolicyKeyError, PolicySignatureError)
+_WORKER_ERRORS = (EnvError, PolicyError, PolicyKeyError, PolicySignatureError, WorkerLost)
 _PLAIN_ERRORS = (ArgumentError, ArgumentTypeError, DeadlineError, SpaceError)
 _ERROR_OF: dict[str, type[DistCollectError]] = {
     kind.__name__: kind for kind in (*_WORKER_ERRORS, *_PLAIN_ERRORS)

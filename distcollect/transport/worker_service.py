@@ -32,6 +32,7 @@ class WorkerInfo:
         server: the slot of the inference server that has its policy; None: it has its own.
         forward_s: what :func:`.trial.forward_s` has measured; None: that was not asked for.
         endpoint: where workers of other hosts reach this inference server; "": nowhere.
+        socket: where workers of its host do.
     """
 
     layout: Layout | None
@@ -42,6 +43,7 @@ class WorkerInfo:
     server: int | None = None
     forward_s: tuple[float, float] | None = None
     endpoint: str = ""
+    socket: str = ""
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ class EvaluationRequest:
         deterministic: take the most likely action, where the policy has a distribution.
         seed: of envs and actions; None: a random one.
         timeout_s: seconds for all episodes.
+        version: no older policy_version plays, if an inference server computes the actions.
         number: of the evaluation, the same for all workers that share its episodes.
     """
 
@@ -75,6 +78,7 @@ class EvaluationRequest:
     deterministic: bool
     seed: int | None
     timeout_s: float
+    version: int = 0
     number: int = field(default_factory=itertools.count().__next__)
 
 
@@ -166,7 +170,7 @@ class WorkerService(Service, Protocol):
         """Build envs and policy as the plan says, all of whose parts came, and try them out."""
 
     def ask_server_at(self, endpoint: str) -> None:
-        """Ask the inference server that listens there, which is on another host."""
+        """Ask the inference server that listens there: "@" and a socket's name, or an address."""
 
     # Rollouts.
 

@@ -39,10 +39,18 @@ from distcollect.engine.build import build_engine
 from distcollect.engine.engine import Engine, user_policy
 from distcollect.engine.env_recovery import taken_faults
 from distcollect.engine.evaluator import Evaluator
+from distcollect.engine.interrupts import Stopped
 from distcollect.engine.pickled_plan import unpickled
 from distcollect.engine.plan import WorkerPlan
 from distcollect.envs.registered import register_all
-from distcollect.errors import ArgumentError, EnvError, RolloutGone, WorkerError, users_errors
+from distcollect.errors import (
+    ArgumentError,
+    EnvError,
+    RolloutGone,
+    WorkerError,
+    WorkerLost,
+    users_errors,
+)
 from distcollect.inference.link import Link
 from distcollect.inference.protocol import Serving
 from distcollect.inference.server import InferenceServer
@@ -155,7 +163,7 @@ class Worker(WorkerService):
         self._shared_parts: list[torch.Tensor] = []  # memory that other processes map
         self._parts: _Parts | _ServerParts | None = None
         self._link: Link | None = None  # to an inference server
-        self._server_endpoint = ""  # of that server, if it is on another host
+        self._server_endpoint = ""  # of that server
         # The last rollouts, by number: each lies untouched until the request after the next one.
         self._slabs: dict[int, AnySlab] = {}
         self._handover_store = HandoverStore()
@@ -181,6 +189,7 @@ class Worker(WorkerService):
         self._stopping = True
         if isinstance(self._parts, _Parts):
             self._parts.engine.stop()
+            self._parts.evaluator.stop()
         if self._link is not None:
             self._link.stop()
         self._jobs.put(None)
@@ -314,6 +323,7 @@ class Worker(WorkerService):
         self._parts = _Parts(receiver, evaluator, engine)
         if self._stopping:
             engine.stop()
+            evaluator.stop()
         return replace(self._info(engine.layout, weights), forward_s=self._trial(engine))
 
     def _linked(self, plan: WorkerPlan, serving: Serving) -> WorkerPlan:
@@ -344,7 +354,7 @@ class Worker(WorkerService):
         endpoint = ""
         if serving.listens and self._listen is not None:
             endpoint = self._listen(server.meet).endpoint
-        return replace(self._info(None, weights), endpoint=endpoint)
+        return replace(self._info(None, weights), endpoint=endpoint, socket=server.name)
 
     def _serve(self, server: InferenceServer) -> None:
         try:
@@ -410,9 +420,13 @@ class Worker(WorkerService):
     def evaluate(self, request: EvaluationRequest) -> Evaluation:
         _, evaluator, engine = self._configured
         engine.weights.apply()
+        if self._link is not None:
+            self._link.expect(request.version)
         try:
             with self.counter.doing(Task.EVALUATE, request.timeout_s):
                 return evaluator.evaluate(request, engine.weights.version)
+        except Stopped:
+            raise WorkerLost("was told to end") from None
         finally:
             engine.step_timer.restart_wait()
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 import gymnasium as gym
@@ -13,11 +16,13 @@ import pytest
 import torch
 from helpers.churning_workers import ChurningWorkers, churning_collector
 from helpers.levels_env import Acts, Levels, T, check_random_numbers
-from helpers.loopback_pool import loopback_collector, workers_of
+from helpers.loopback_pool import backend_of, loopback_collector, workers_of
+from helpers.loopback_transport import LoopbackTransport
 from helpers.waiting import eventually
 from torch import nn
 
 import distcollect as dc
+from distcollect.transport.worker_service import WorkerService
 
 
 def sync(*args: Any, **settings: Any) -> Any:
@@ -174,6 +179,50 @@ class TestEvaluationWorkers:
             threading.Timer(0.1, Waits.may_end.set).start()
         assert [record.getMessage() for record in caplog.records] == []
 
+    def test_no_setup_waits_for_them(self) -> None:
+        with loopback_collector(
+            WaitsOnceMore,
+            Acts(1),
+            frames_per_batch=T,
+            num_workers=2,
+            evaluation=dc.EvaluationWorkers(num_episodes=1),
+            faults=dc.Faults(batch_timeout_s=5),
+        ) as collector:
+            try:
+                eventually(WaitsOnceMore.has_begun.is_set)
+                collector.set_seed(1)
+                collector.pre_collect_hook = None
+            finally:
+                WaitsOnceMore.may_end.set()
+            eventually(lambda: collector.evaluations)
+
+    def test_the_end_of_a_run_closes_their_envs(self, caplog: pytest.LogCaptureFixture) -> None:
+        """In the midst of an evaluation, between two steps; nothing is said of it."""
+        caplog.set_level(logging.WARNING)
+        evaluation = dc.EvaluationWorkers(num_episodes=1)
+        with loopback_collector(
+            LongEpisodes, frames_per_batch=T, num_workers=2, evaluation=evaluation
+        ):
+            eventually(LongEpisodes.has_begun.is_set)
+        assert LongEpisodes.closed == {"0.0": 1, "1.0": 2}
+        assert [record.getMessage() for record in caplog.records] == []
+
+
+class LongEpisodes(Levels):
+    """Those of the evaluation worker last as long as the test may take."""
+
+    has_begun = threading.Event()
+    closed: ClassVar[Counter[str]] = Counter()
+
+    def step(self, action: Any) -> Any:
+        if self.name.startswith("1"):
+            self.has_begun.set()
+            return self._seen(), 0.0, False, False, {}
+        return super().step(action)
+
+    def close(self) -> None:
+        self.closed[self.name] += 1
+
 
 class Waits(Levels):
     has_begun, may_end = threading.Event(), threading.Event()
@@ -183,6 +232,10 @@ class Waits(Levels):
             self.has_begun.set()
             assert self.may_end.wait(10)
         return super().step(action)
+
+
+class WaitsOnceMore(Waits):
+    has_begun, may_end = threading.Event(), threading.Event()
 
 
 def test_an_evaluation_waits_for_a_worker_that_is_being_replaced() -> None:
@@ -215,3 +268,55 @@ def test_an_evaluation_waits_for_nobody_if_only_evaluation_workers_are_left() ->
         eventually(lambda: workers.observer.worker_ids == (1,))
         with pytest.raises(dc.WorkerLost, match="no worker is there"):
             collector.evaluate(2, timeout_s=1e6)  # longer than the test may take
+
+
+@contextlib.contextmanager
+def without_weights(**options: Any) -> Iterator[tuple[Any, Callable[[], None]]]:
+    """A collector whose worker was replaced after a push; the second of the pair sends weights."""
+    may_send, send = threading.Event(), LoopbackTransport.call
+
+    def send_late(transport: LoopbackTransport, peer: int, method: Any, *args: Any) -> Any:
+        if method is WorkerService.receive_weights:
+            assert may_send.wait(60)
+        return send(transport, peer, method, *args)
+
+    with churning_collector(Levels, Acts(1), frames_per_batch=T, **options) as collector:
+        workers, evaluator = workers_of(collector), options["num_workers"] - 1  # the last one
+        collector.next()
+        collector.update_policy_weights_(Acts(2))
+        if "evaluation" in options:
+            eventually(lambda: [1] in [e.policy_version.tolist() for e in collector.evaluations])
+        try:
+            with patch.object(LoopbackTransport, "call", send_late):
+                workers.kill(evaluator)
+                workers.settle()
+                yield collector, may_send.set
+        finally:
+            may_send.set()
+
+
+@pytest.mark.parametrize("named", [None, 0])
+def test_a_replacement_evaluates_with_the_newest_weights(named: int | None) -> None:
+    with without_weights(num_workers=1) as (collector, send):
+        threading.Timer(0.1, send).start()
+        found = collector.evaluate(2, worker_ids=named, timeout_s=60)
+    assert found.policy_version.tolist() == [1, 1]
+    assert found.returns.tolist() == [10.0, 10.0]
+
+
+def test_a_replacement_that_gets_no_weights_evaluates_nothing() -> None:
+    with (
+        without_weights(num_workers=1) as (collector, _),
+        pytest.raises(dc.DeadlineError, match="wait for their first weights"),
+    ):
+        collector.evaluate(2, timeout_s=0.2)
+
+
+def test_an_evaluation_worker_that_is_replaced_evaluates_no_first_weights() -> None:
+    evaluation = dc.EvaluationWorkers(num_workers=1, num_episodes=1)
+    with without_weights(num_workers=2, evaluation=evaluation) as (collector, send):
+        before = len(collector.evaluations)
+        backend_of(collector).pool.on_weights(1, 1)  # the process before it told so late
+        send()
+        eventually(lambda: len(collector.evaluations) > before)
+        assert collector.evaluations[-1].policy_version.tolist() == [1]

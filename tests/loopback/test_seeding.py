@@ -184,3 +184,19 @@ def test_a_port_from_gymnasiums_vector_env_keeps_its_trajectories() -> None:
         assert np.array_equal(observation, batch["observation"][:, t])
         observation, *_ = envs.step(policy(torch.from_numpy(observation)).numpy())
     envs.close()
+
+
+@pytest.mark.parametrize("num_before", [1, 2])
+def test_a_seed_gives_the_same_batches_however_many_were_taken_before(num_before: int) -> None:
+    """With reproducible=True; workers deliver in turn."""
+    with loopback_collector(
+        "CartPole-v1", None, frames_per_batch=STEPS, num_workers=2, reproducible=True
+    ) as collector:
+        for _ in range(num_before):
+            collector.next()
+        runs = []
+        for _ in range(2):
+            collector.set_seed(7)
+            runs.append([collector.next().clone() for _ in range(3)])
+    assert [int(batch["collector", "worker_id"][0, 0]) for batch in runs[0]] == [0, 1, 0]
+    assert differing(*runs) == []

@@ -216,8 +216,8 @@ def test_only_the_hosts_of_some_ranks_have_servers(hosts: WorkerHosts) -> None:
         welcome(hosts, connection)
     hosts.attach(slots, 0, 1.0, server_ranks=(2,))
     assert [each for each in slots.told if str(server) in each] == [f"{server} open"]
-    asked = {worker_id: hosts.remote_server(worker_id) for worker_id in range(4)}
-    assert asked == {0: None, 1: None, 2: server, 3: None}
+    asked = [hosts.server_for(worker_id) for worker_id in range(3)]
+    assert asked == [(server, False), (server, False), (server, True)]
     slots.told.clear()
     hosts.closed(supervisors[2])  # type: ignore[arg-type]
     assert slots.told == ["2 closed"]

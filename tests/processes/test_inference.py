@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -433,6 +434,40 @@ def test_a_rollout_can_end_early_while_the_server_is_away() -> None:
         assert told.weight == 0
 
 
+def names_of_sockets(pid: int) -> set[str]:
+    """The abstract ones, as people read them."""
+    lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
+    own = links_of(pid)
+    return {row[-1] for row in lines if row[-1][0] == "@" and f"socket:[{row[-2]}]" in own}
+
+
+def takes(taken: socket.socket, name: str) -> bool:
+    """Whether it has the name now; nobody can connect to it."""
+    with contextlib.suppress(OSError):
+        taken.bind(name.replace("@", "\0").encode())
+        return True
+    return False
+
+
+def test_who_takes_the_name_of_a_servers_socket_holds_up_nobody() -> None:
+    with (
+        dc.MultiSyncDataCollector(
+            ProcessIdEnv,
+            Telling(),
+            num_workers=2,
+            frames_per_batch=10,
+            inference=dc.Inference("host"),
+            faults=dc.Faults(restart_pause_s=0.1, max_restarts=1),
+        ) as collector,
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as taken,
+    ):
+        pid = int(collector.next()["pid"].flatten()[0])
+        [name] = names_of_sockets(pid)
+        os.kill(pid, signal.SIGKILL)
+        eventually(lambda: takes(taken, name))
+        assert collector.next()["pid"].unique().tolist() != [pid]
+
+
 class Hanging(Telling):
     """Hangs in one call in its first process, once it has been called thirty times."""
 
@@ -530,6 +565,27 @@ def test_evaluation() -> None:
         assert first == second
         collector.update_policy_weights_()
         assert collector.evaluate(4).policy_version.tolist() == [1] * 4
+
+
+class Seen(nn.Module):
+    """Tells how many rows it has seen before; it counts them in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, observation: torch.Tensor) -> Any:
+        told = self.seen.expand(len(observation)).clone()
+        self.seen += len(observation)
+        return torch.zeros(len(observation), dtype=torch.int64), {"seen": told}
+
+
+def test_an_evaluation_leaves_the_policys_buffers_as_they_were() -> None:
+    with dc.MultiSyncDataCollector(
+        "CartPole-v1", Seen(), num_workers=1, frames_per_batch=5, inference=dc.Inference("host")
+    ) as collector:
+        before, _, after = collector.next(), collector.evaluate(2), collector.next()
+    assert after["seen"].flatten()[0] == before["seen"].flatten()[-1] + 1
 
 
 class PaidLast(PayingEnv):

@@ -14,8 +14,8 @@ from helpers.paths import ROOT
 
 PACKAGE = ROOT / "distcollect"
 LONGEST_MODULE = 450
-LIMITS = {PACKAGE: 29_238, PACKAGE / "commands": 2_027, ROOT / "tests": 36_621}
-LIMITS |= {PACKAGE / "net": 1_416, PACKAGE / "transport": 1_209}
+LIMITS = {PACKAGE: 29_282, PACKAGE / "commands": 2_027, ROOT / "tests": 36_758}
+LIMITS |= {PACKAGE / "net": 1_416, PACKAGE / "transport": 1_212}
 
 
 def code_lines(path: Path) -> int:
