@@ -344,10 +344,12 @@ def published(policy: object, models: Mapping[str, nn.Module]) -> nn.Module | No
     return nn.ModuleDict({**models} if module is None else {"policy": module, **models})
 
 
-def is_part(source: object, module: nn.Module | None) -> bool:
+def is_part(source: Any, module: nn.Module | None) -> bool:
     """Return True if ``source`` is a module, or one of its parts, or a callable of such ones."""
     if module is None or not callable(source):
         return False
+    if source is module:
+        return True
     parts = {id(part) for part in module.modules()}
     held = held_modules(called_by(source)).values() or [source]
     return all(id(each) in parts for each in held)
