@@ -321,11 +321,12 @@ def module_of(policy: object, models: Iterable[nn.Module] = ()) -> nn.Module | N
         models: modules that don't count among those that a callable holds.
     """
     called = called_by(policy)
-    known = {id(part) for model in models for part in model.modules()}
+    # By what they have: in a worker, two objects may be one module, see take_state().
+    known = {id(vars(part)) for model in models for part in model.modules()}
     held = {
         name: module
         for name, module in held_modules(called).items()
-        if module is called or id(module) not in known
+        if module is called or id(vars(module)) not in known
     }
     if len(held) > 1:
         return nn.ModuleDict(held)

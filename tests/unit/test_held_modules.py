@@ -284,6 +284,24 @@ def test_a_function_that_travels_by_its_name_gets_the_mode_and_all_buffers() -> 
     assert scaled.scale == 3.0
 
 
+def test_models_that_a_function_uses_by_its_name_are_one_with_those_of_its_file() -> None:
+    encoder = another_file.encoder
+    models = {"encoder": encoder}
+    plan = WorkerPlan(lambda: encoder, 1, policy=another_file.encoded, models=models)
+    [payload] = pickled_plans([plan])
+    arrived = unpickled(payload)
+    assert arrived.models["encoder"] is not encoder  # as the worker's process has both
+    assert arrived.models["encoder"].weight is encoder.weight
+    assert arrived.create_env_fn().weight is encoder.weight
+    sent, received = (
+        published(another_file.encoded, models),
+        published(arrived.policy, arrived.models),
+    )
+    assert sent is not None
+    assert received is not None
+    assert [*received.state_dict()] == [*sent.state_dict()]
+
+
 def test_models_count_as_models_only() -> None:
     found = published(by_name, {"model": nn.Sequential(net)})
     assert found is not None
