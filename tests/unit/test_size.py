@@ -14,7 +14,7 @@ from helpers.paths import ROOT
 
 PACKAGE = ROOT / "distcollect"
 LONGEST_MODULE = 450
-LIMITS = {PACKAGE: 29_180, PACKAGE / "commands": 1_996, ROOT / "tests": 36_574}
+LIMITS = {PACKAGE: 29_185, PACKAGE / "commands": 1_996, ROOT / "tests": 36_599}
 LIMITS |= {PACKAGE / "net": 1_416, PACKAGE / "transport": 1_209}
 
 
