@@ -28,7 +28,7 @@ from distcollect.common.waiting import wait_for
 from distcollect.errors import ArgumentError, BatchTimeout, CollectorStateError, DeadlineError
 from distcollect.launch.cpu_placement import load
 from distcollect.policy.normalize import Statistics
-from distcollect.policy.weight_layout import WeightLayout, state_tensors
+from distcollect.policy.weight_layout import WeightLayout, published, state_tensors
 from distcollect.pool.publisher import Weights, WorkerIds
 from distcollect.pool.remote_calls import EnvCall
 from distcollect.results import Evaluation, LagStats, LedgerReport, Stats
@@ -160,7 +160,7 @@ class Backend(ABC):
         self._stats_recorder = stats_recorder
         self._waiting: Batch | None = None  # that the replay buffer did not take
         self._adding: Batch | None = None  # the one that is added to the replay buffer now
-        self._is_closed = False
+        self._is_closed = self._is_searched = False
         self._background: Background | None = None
         self._holder: int | None = None  # the thread that makes a batch
         self._lock = threading.Condition()  # of all that other threads change, and of settling
@@ -519,6 +519,7 @@ class Backend(ABC):
         self, weights: Weights | None, worker_ids: WorkerIds, *, wait: bool
     ) -> PushHandle | None:
         """Publish weights; a batch that the user does not have may be too old then."""
+        self._warn_if_nothing_to_publish()
         with self._stats_recorder.publishing():
             version = self.policy_version
             self.unpublished = None  # the user knows what to call
@@ -528,8 +529,24 @@ class Backend(ABC):
                 if self.publishing_outdates and self.policy_version != version:
                     self.drop("given_up")
 
+    def _warn_if_nothing_to_publish(self) -> None:
+        if self._is_searched or self.statistics is not None:
+            return
+        self._is_searched = True  # it warns once
+        policy = self.policy
+        if policy is not None and published(policy, self._options.named_models) is None:
+            warnings.warn(
+                f"no weights were found in the policy {policy!r}: none are published, nor copied "
+                "by start(). If it has some, pass a module that has them, or models=. If it has "
+                "none, there is nothing to publish: leave out update_policy_weights_() and "
+                "update_at_each_batch",
+                UserWarning,
+                stacklevel=users_stack_level(),
+            )
+
     def use(self, background: Background) -> None:
         """Collect only on this thread from now on, which was not started yet."""
+        self._warn_if_nothing_to_publish()
         self._background = background
 
     # What the user never gets.

@@ -55,28 +55,32 @@ class Gaps:
             elif following != (incarnation, sequence):
                 rows = frozenset(range(num_envs))
             if rows or new_ids:
+                whole = {*header.work.begun}.difference(header.work.rests)
                 ids = frames[TRAJ_IDS]
                 of_rollouts = ids.reshape(len(headers), num_envs, -1)
-                rows, new_ids = self._cut(of_rollouts[index], rows, new_ids)
+                rows, new_ids = self._cut(of_rollouts[index], rows, new_ids, whole)
                 rests.update(new_ids.values())
                 frames[TRAJ_IDS] = of_rollouts.reshape(ids.shape)
             self._taken[worker_id] = _Last((incarnation, sequence + 1), rows, new_ids)
         return rests
 
     def _cut(
-        self, ids: torch.Tensor, rows: frozenset[int], new_ids: dict[int, int]
+        self, ids: torch.Tensor, rows: frozenset[int], new_ids: dict[int, int], whole: set[int]
     ) -> tuple[frozenset[int], dict[int, int]]:
-        """Write new ids to a rollout's ``[n, T]``; what :class:`_Last` has after it."""
+        """Write new ids to a rollout's ``[n, T]``; what :class:`_Last` has after it.
+
+        ``whole``: trajectories whose first frame is that of a row; nothing of them is missing.
+        """
         first = ids[:, 0].tolist()
         if -1 not in first:  # else it was preempted before each row had a frame
-            present = {*first}
-            new_ids = {old: new for old, new in new_ids.items() if old in present}
+            new_ids = {old: new for old, new in new_ids.items() if old in first}
         own_ids = self._own_ids = self._own_ids or identity().own_traj_ids()
-        cut = [row for row in rows if first[row] >= 0]
-        new_ids = {**new_ids, **{first[row]: next(own_ids) for row in cut}}
+        present = [row for row in rows if first[row] >= 0]
+        cut = [first[row] for row in present if first[row] not in whole]
+        new_ids = {**new_ids, **{old: next(own_ids) for old in cut}}
         for old, new in new_ids.items():
             ids[ids == old] = new
-        return rows.difference(cut), new_ids
+        return rows.difference(present), new_ids
 
     def delivered(self) -> None:
         """The user has the batch that was taken last."""

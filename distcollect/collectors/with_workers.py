@@ -297,6 +297,7 @@ class WithWorkers(Backend):
 
     def _publish_automatically(self) -> None:
         if self._options.update_at_each_batch and self.last_workers:
+            self._warn_if_nothing_to_publish()
             with self._stats_recorder.publishing():
                 self.publisher.publish_own(self.last_workers, sync=self._options.sync)
 

@@ -36,7 +36,7 @@ class AlignedLoop:
         self.policy = policy
         self.trajectories = trajectories
         policy.begin(range(self.envs.num_ready))  # it was tried out
-        of_state = policy.state.arrays if policy.state is not None else {}
+        of_state = policy.state.carried if policy.state is not None else {}
         self.current: Arrays = {**self.envs.obs, **of_state}
         self.final: Arrays = {**self.envs.final, **of_state}
         self._bounds = action_bounds(self.envs) if engine.options.clip_actions else {}
@@ -68,6 +68,11 @@ class AlignedLoop:
         All envs are reset before the next one.
         """
         return 0
+
+    def renew_states(self) -> None:
+        """Weights may be new: compute the policy's state again in rows that have just begun."""
+        if self.policy.state is not None:
+            self.policy.state.renew()
 
     def begin_all(self) -> None:
         """Begin an episode, and thus a trajectory, in every row."""

@@ -113,6 +113,7 @@ class Engine(EngineBase):
 
     def swap_weights(self, up_to: int | None = None) -> None:
         super().swap_weights(up_to)
+        self._loop.renew_states()
         for noise in self._policy.noises:
             noise.progress(self.weights.version, self.frames_before)
 

@@ -90,7 +90,8 @@ def take_state(policy: Any, held: nn.Module | None) -> None:
     """Have a policy that came to this process compute with the state of the module that it held.
 
     A function that travels by its name uses the modules of the process that it comes to: they get
-    the weights of ``held``, all of its buffers, and its mode.
+    the weights of ``held``, all of its buffers, and its mode. From then on both are one, as modules
+    that an env maker or ``models`` brought here may be parts of ``held``.
     """
     target = module_of(policy)
     if held is None or target is None or target is held:
@@ -104,3 +105,4 @@ def take_state(policy: Any, held: nn.Module | None) -> None:
     for name, part in target.named_modules():
         if name in parts:
             part.training = parts[name].training
+            parts[name].__dict__ = part.__dict__

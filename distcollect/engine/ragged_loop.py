@@ -13,6 +13,7 @@ from distcollect.engine.ragged_buffer import RaggedBuffer, StepLog
 from distcollect.engine.trajectories import Trajectories
 from distcollect.envs.base import Faulted, Step
 from distcollect.policy.base import Policy
+from distcollect.policy.recurrent import IS_FIRST
 from distcollect.rollout.layout import POLICY_VERSION
 from distcollect.rollout.slab import Slab
 from distcollect.rollout.spaces import Arrays
@@ -45,7 +46,7 @@ class RaggedLoop(AlignedLoop):
         state, slots = self.policy.state, np.arange(self.envs.num_envs) % self.envs.num_ready
         if state is None or len(slots) == self.envs.num_ready:
             return {}
-        return {key: array[slots] for key, array in state.arrays.items()}
+        return {key: array[slots] for key, array in state.carried.items()}
 
     def fill(self, slab: Slab, policy: Policy, *, fresh: bool) -> None:
         envs, timer, num_steps = self.envs, self.engine.step_timer, slab.num_steps
@@ -89,6 +90,15 @@ class RaggedLoop(AlignedLoop):
     def begin_all(self) -> None:
         super().begin_all()
         self._states = self._states_of_slots()
+
+    def renew_states(self) -> None:
+        if not self._states or self.policy.state is None:
+            super().renew_states()
+            return
+        rows = self._states[IS_FIRST][:, 0].nonzero()[0]  # also of those in no slot
+        for key, initial in self.policy.state.initial().items() if len(rows) else ():
+            self._states[key][rows] = initial[rows % self.envs.num_ready]
+        self._load_states()
 
     def _drop_old(self, buffer: RaggedBuffer) -> None:
         """Drop the frames of the last rollout, and those that begun with older weights."""

@@ -16,9 +16,11 @@ from tensordict.nn import TensorDictModuleBase
 from distcollect.common.random_state import random_state_restored
 from distcollect.errors import PolicyError
 from distcollect.policy.calling import Tensors, parameters_of, to_tensor
+from distcollect.policy.splitmix import SplitMixStreams
 from distcollect.rollout.spaces import RESERVED, Arrays, Key, Leaf, as_key, nested, overlaps
 
 IS_INIT = Leaf(("is_init",), (1,), torch.bool)
+IS_FIRST: Key = ("", "is_first")  # no env or policy has such a key
 
 
 class PolicyState:
@@ -29,10 +31,13 @@ class PolicyState:
         leaves: the same, and ``is_init`` if the policy reads it.
         at_root: keys that the policy writes at the root, not under "next".
         arrays: ``[n, *shape]`` for each of ``leaves``. The arrays are rewritten, never replaced.
+        carried: the same, and under ``IS_FIRST`` bool ``[n, 1]``: the next frame is the first.
         drawing: makes the context in which the state at the start of episodes is computed.
+        streams: from which it is drawn; None: from torch's own generators.
     """
 
     drawing: Callable[[], AbstractContextManager[Any]] = staticmethod(contextlib.nullcontext)
+    streams: SplitMixStreams | None = None
 
     def __init__(
         self,
@@ -57,7 +62,9 @@ class PolicyState:
         )
         self.leaves = (*self.entries, IS_INIT) if has_is_init else self.entries
         self.arrays: Arrays = {leaf.key: leaf.zeros(num_envs) for leaf in self.leaves}
-        self._is_init = self.arrays.get(IS_INIT.key)
+        self._is_first = self.arrays[IS_INIT.key] if has_is_init else IS_INIT.zeros(num_envs)
+        self.carried: Arrays = {**self.arrays, IS_FIRST: self._is_first}
+        self._drawn_before = 0  # numbers of the frame before, at the first begin() after it
         self.begin(range(num_envs))
 
     def begin(self, rows: Sequence[int]) -> None:
@@ -65,12 +72,29 @@ class PolicyState:
         rows = list(rows)
         if not rows:
             return
+        if self.streams is not None and not self._is_first.any():
+            self._drawn_before = self.streams.num_drawn
+        for key, initial in self.initial().items():
+            self.arrays[key][rows] = initial[rows]
+        self._is_first[rows] = True
+
+    def initial(self) -> Arrays:
+        """Compute the state at the start of an episode, ``[n, *shape]`` for each entry."""
         with self.drawing():
-            initial = self._initial()  # each time, as it may be learned
-        for leaf in self.entries:
-            self.arrays[leaf.key][rows] = initial[leaf.key].numpy()[rows]
-        if self._is_init is not None:
-            self._is_init[rows] = True
+            initial = self._initial()
+        return {leaf.key: initial[leaf.key].numpy() for leaf in self.entries}
+
+    def renew(self) -> None:
+        """Begin again where no frame was made yet: the state may be learned, and weights new."""
+        rows = self._is_first[:, 0].nonzero()[0].tolist()
+        if not self.entries or not rows:
+            return
+        if (streams := self.streams) is None:
+            self.begin(rows)
+        else:  # from the same random numbers
+            drawn, streams.num_drawn = streams.num_drawn, self._drawn_before
+            self.begin(rows)
+            streams.num_drawn = drawn
 
     def advance(self, new: Sequence[np.ndarray], rows: Sequence[int] | None = None) -> None:
         """Replace the state after an action was chosen.
@@ -82,8 +106,7 @@ class PolicyState:
         where = slice(None) if rows is None else list(rows)
         for leaf, value in zip(self.entries, new, strict=False):
             self.arrays[leaf.key][where] = value[where]
-        if self._is_init is not None:
-            self._is_init[where] = False
+        self._is_first[where] = False
 
 
 def state_of(

@@ -321,11 +321,12 @@ def module_of(policy: object, models: Iterable[nn.Module] = ()) -> nn.Module | N
         models: modules that don't count among those that a callable holds.
     """
     called = called_by(policy)
-    known = {id(part) for model in models for part in model.modules()}
+    # By what they have: in a worker, two objects may be one module, see take_state().
+    known = {id(vars(part)) for model in models for part in model.modules()}
     held = {
         name: module
         for name, module in held_modules(called).items()
-        if module is called or id(module) not in known
+        if module is called or id(vars(module)) not in known
     }
     if len(held) > 1:
         return nn.ModuleDict(held)
@@ -344,10 +345,12 @@ def published(policy: object, models: Mapping[str, nn.Module]) -> nn.Module | No
     return nn.ModuleDict({**models} if module is None else {"policy": module, **models})
 
 
-def is_part(source: object, module: nn.Module | None) -> bool:
+def is_part(source: Any, module: nn.Module | None) -> bool:
     """Return True if ``source`` is a module, or one of its parts, or a callable of such ones."""
     if module is None or not callable(source):
         return False
+    if source is module:
+        return True
     parts = {id(part) for part in module.modules()}
     held = held_modules(called_by(source)).values() or [source]
     return all(id(each) in parts for each in held)

@@ -14,7 +14,7 @@ from distcollect.common import checks
 from distcollect.common import tensor_cache as recycler
 from distcollect.config import WeightSync
 from distcollect.errors import ArgumentError, ArgumentTypeError
-from distcollect.policy.weight_layout import WeightLayout, check_range, is_part
+from distcollect.policy.weight_layout import WeightLayout, check_range, is_part, state_tensors
 from distcollect.pool.pool import Pool
 from distcollect.weights.push_handle import PushHandle
 from distcollect.weights.updaters import WeightUpdaterBase, gpu_of
@@ -80,8 +80,9 @@ class Publisher:
         selected = self.selected(worker_ids, last)
         if named := not isinstance(worker_ids, str):
             self._check_servers(selected)
-        apart = named and source is not None and not is_part(source, self._own())
-        return self._publish(source, selected, apart=apart)
+        own = self._own()
+        apart = named and source is not None and not is_part(source, own)
+        return self._publish(source, own, selected, apart=apart)
 
     def _check_servers(self, selected: Collection[int]) -> None:
         """Raise ArgumentError if a server would get weights for some of its workers only."""
@@ -95,7 +96,12 @@ class Publisher:
                 )
 
     def _publish(
-        self, source: Weights | None, worker_ids: Sequence[int], *, apart: bool = False
+        self,
+        source: Weights | None,
+        own: nn.Module | None,
+        worker_ids: Sequence[int],
+        *,
+        apart: bool = False,
     ) -> PushHandle | None:
         """Publish to these workers, of whom some may have left meanwhile."""
         holders = self._pool.holders(worker_ids)
@@ -103,7 +109,7 @@ class Publisher:
         sends = bool(self._layout.entries and selected)
         if source is None and not sends:
             return None
-        weights = self._layout.select(self._source(source))
+        weights = self._layout.select(self._source(source, own))
         if not sends:
             return None
         if (narrow := self._options.narrow_dtype) is not None:
@@ -118,14 +124,13 @@ class Publisher:
         self._updater._call_post_hooks()  # noqa: SLF001 - the name that TorchRL has
         return handle
 
-    def _source(self, given: Weights | None) -> Weights:
+    def _source(self, given: Weights | None, own: Any) -> Weights:
         """What is published: what the user gave, else what a server has, else the own module.
 
         What a server has is loaded into the own module first.
         """
         updater = self._updater
         served = updater._get_server_weights() if given is None else None  # noqa: SLF001 - the name that TorchRL has
-        own: Any = self._own()
         if is_part(given, own):
             given = own
         source = next((each for each in (given, served, own) if each is not None), None)
@@ -134,7 +139,9 @@ class Publisher:
                 "this collector has no policy of its own (it was given policy_factory): pass the "
                 "weights to send"
             )
-        mapped = self._complete(updater._maybe_map_weights(source))  # noqa: SLF001 - the name that TorchRL has
+        mapped: Any = self._complete(updater._maybe_map_weights(source))  # noqa: SLF001 - the name that TorchRL has
+        if mapped is own:
+            return state_tensors(own)  # its module was searched for
         if served is None or own is None:
             return mapped
         own = self._complete(own)
@@ -152,7 +159,7 @@ class Publisher:
         selected = set(self._still_there([*last, *self._evaluating]))
         if self._max_interval is not None:
             selected.update(self._lagging(self._max_interval))
-        self._publish(None, sorted(selected))
+        self._publish(None, self._own(), sorted(selected))
 
     def _still_there(self, worker_ids: Collection[int]) -> list[int]:
         """Those of these workers that have not left, or been lost for good; each once."""

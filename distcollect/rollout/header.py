@@ -31,6 +31,7 @@ class WorkReport(NamedTuple):
             no episode ended, or there are no metrics.
         rests: ids of trajectories with frames in the rollout that are only the rest of an episode:
             what came before was dropped.
+        begun: ids of trajectories that begin with the first frame of a row.
         was_reset: all envs were reset before the rollout.
         queue_ns: of all answers of an inference server, the time from the request to the pass.
         forward_ns: the time that these passes took.
@@ -49,6 +50,7 @@ class WorkReport(NamedTuple):
     lengths: tuple[int, ...] = ()
     metrics: Mapping[str, tuple[float, ...]] | None = None
     rests: tuple[int, ...] = ()
+    begun: tuple[int, ...] = ()
     was_reset: bool = False
     queue_ns: int = 0
     forward_ns: int = 0

@@ -162,7 +162,8 @@ class StepTimer:
         """Return all that was measured since the last call."""
         sums: Any = self._sums
         self._sums = Counter()
-        ends: Any = {"rests": self.rests, "was_reset": self._was_reset}
+        begun = self._episodes.begun
+        ends: Any = {"rests": self.rests, "begun": begun, "was_reset": self._was_reset}
         self._was_reset = False
         returns, lengths = self._finished
         return WorkReport(**sums, **ends, returns=returns, lengths=lengths, metrics=self._values)
@@ -174,7 +175,10 @@ class Episodes:
     Attributes:
         ended_at: int64 ``[k]``, where the k episodes that ended in the last rollout have their last
             frame: ``row * T + step``.
+        begun: see :class:`WorkReport`.
     """
+
+    begun: tuple[int, ...] = ()
 
     def __init__(self, num_envs: int) -> None:
         # Id, and return and length so far, of the trajectory of each row's last frame.
@@ -207,6 +211,7 @@ class Episodes:
         rows, heads = np.unique(first // slab.num_steps, return_index=True)
         # Add what belongs to earlier rollouts.
         goes_on = parts[heads] == self._ids[rows]
+        self.begun = tuple(parts[heads][~goes_on].tolist())
         # Not times goes_on: NaN times 0 is NaN, which would spoil the next episode.
         returns[heads] += np.where(goes_on, self._returns[rows], 0.0)
         lengths[heads] += self._lengths[rows] * goes_on

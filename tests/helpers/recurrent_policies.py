@@ -34,6 +34,29 @@ class Counter(nn.Module):
         return action, {"told": frames * 2, "flag": is_init.clone(), **following}
 
 
+class Learned(nn.Module):
+    """Episodes begin with its weight in the state; each frame tells the weight, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def initial_state(self, num_envs: int) -> dict[str, torch.Tensor]:
+        return {"age": torch.zeros(num_envs), "began": self.weight.expand(num_envs)}
+
+    def forward(self, observation: Any, age: Any, began: Any) -> Any:
+        action = torch.zeros(len(observation), dtype=torch.int64)
+        now = self.weight.expand(len(age))
+        return action, {"age": age + 1, "began": began, "now": now}
+
+
+def check_starts(frames: TensorDict) -> None:
+    """In ``frames`` of :class:`Learned` episodes begin, from the weights of then."""
+    starts = frames["age"] == 0
+    assert starts.any()
+    assert torch.equal(frames["began"][starts], frames["now"][starts])
+
+
 def counting_with_tensordict() -> TensorDictModule:
     def step(observation: Any, frames: Any) -> Any:
         return frames.long().squeeze(-1) % 5, frames * 2, frames + 1

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.counting_envs import CountingMaker
 from helpers.envs import Counting
 from helpers.loopback_pool import loopback_collector
 from helpers.replay_buffers import KeepingBuffer
@@ -67,6 +68,34 @@ def test_a_torchrl_env_that_raises_stop_iteration_is_replaced() -> None:
         assert len(list(collector)) == 4
         [fault, *_] = collector.stats().env_faults
     assert "raised StopIteration: no more steps" in fault.message
+
+
+@pytest.mark.parametrize("length", [1, 3])
+def test_after_lost_rollouts_only_what_began_in_them_is_a_rest(length: int) -> None:
+    seen: set[int] = set()
+    make_env = CountingMaker("plain", 1, lengths=(length,))
+    with loopback_collector(make_env, num_workers=1, sync=False, frames_per_batch=T) as collector:
+        for _ in range(20):
+            collector.pre_collect_hook = int  # what was collected before is dropped
+            batch = collector.next(timeout_s=60)
+            ids = batch["collector", "traj_ids"].flatten().tolist()
+            steps = batch["observation"][..., 2].flatten().tolist()
+            begun = dict(zip(reversed(ids), reversed(steps), strict=True))  # at the first frame
+            rests = {traj_id for traj_id, step in begun.items() if traj_id not in seen and step}
+            assert collector.rests.difference(seen) == rests
+            seen.update(ids)
+        assert any(collector.ledger.total.lost.values())
+
+
+def test_after_lost_rollouts_whole_trajectories_are_not_abandoned() -> None:
+    make_env = CountingMaker("plain", 1, lengths=(1,))
+    with loopback_collector(
+        make_env, num_workers=1, sync=False, frames_per_batch=T, trajs_per_batch=2 * T
+    ) as collector:
+        for _ in range(5):
+            collector.pre_collect_hook = int
+            collector.next(timeout_s=60)
+            assert not collector.abandoned_frames
 
 
 @pytest.mark.parametrize("kind", ["in process", "with a worker"])

@@ -11,6 +11,7 @@ import pytest
 import torch
 from benchmarks.uneven_pool import UnevenPool
 from helpers.engines import Told, collect, offer
+from helpers.recurrent_policies import Learned, check_starts
 from tensordict import TensorDict
 from torch import nn
 
@@ -205,6 +206,17 @@ def test_a_pool_that_raises_is_replaced() -> None:
     assert batch["collector", "faulted"].any()
     assert batch["next", "truncated"][batch["collector", "faulted"]].all()
     collected.check()
+
+
+def test_rows_that_wait_begin_from_the_weights_that_choose_their_first_frame() -> None:
+    policy = Learned()
+    collected = Collected(make_pool(), policy)
+    for fresh in [True, False] * 10:
+        frames = collected.collect(5, fresh=fresh)
+        if (frames["age"] == 0).any():
+            check_starts(frames)
+        with torch.no_grad():
+            policy.weight.add_(1)
 
 
 def test_another_batch_size_the_second_time_is_refused() -> None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from helpers import another_file
+from helpers.another_file import told
+from helpers.loopback_pool import loopback_collector
+from helpers.replay_buffers import KeepingBuffer
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 
+import distcollect as dc
 from distcollect.collectors.pickling import copied, pickled_plans
 from distcollect.engine.pickled_plan import unpickled
 from distcollect.engine.plan import WorkerPlan
@@ -50,6 +56,85 @@ class Calling:
 
     def __call__(self, observation: torch.Tensor) -> Any:
         return net(observation)
+
+
+class Indirect:
+    """Uses a global variable in another method than the one that is called."""
+
+    def __call__(self, observation: torch.Tensor) -> Any:
+        return self.act(observation)
+
+    def act(self, observation: torch.Tensor) -> Any:
+        return self.output(observation)
+
+    def output(self, observation: torch.Tensor) -> Any:
+        return net(observation)
+
+    def unreached(self, observation: torch.Tensor) -> Any:
+        return other(observation)
+
+
+class Inherits(Indirect):
+    def output(self, observation: torch.Tensor) -> Any:
+        return super().output(observation)
+
+
+class Space:
+    """Has modules in a list of the class."""
+
+    nets = (net,)
+    critic = other
+
+    @classmethod
+    def act(cls, observation: torch.Tensor) -> Any:
+        return cls.first(observation)
+
+    @staticmethod
+    def first(observation: torch.Tensor) -> Any:
+        return Space.nets[0](observation)
+
+
+def of_a_class(observation: torch.Tensor) -> Any:
+    return Space.nets[0](observation)
+
+
+class Headless(nn.Module):
+    """A module that uses another one that is none of its parts."""
+
+    def forward(self, observation: torch.Tensor) -> Any:
+        return net(observation)
+
+
+class Listing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.nets = [net]
+        self.targets = [other]
+
+    def forward(self, observation: torch.Tensor) -> Any:
+        return self.nets[0](observation)
+
+    def loss(self, observation: torch.Tensor) -> Any:
+        return self.targets[0](observation)
+
+
+def by_another_file(observation: torch.Tensor) -> Any:
+    return another_file.told(observation)
+
+
+def by_a_class_of_another_file(observation: torch.Tensor) -> Any:
+    return another_file.Shared.nets[0](observation)
+
+
+def by_an_import(observation: torch.Tensor) -> Any:
+    from helpers import another_file as file  # noqa: PLC0415
+
+    return file.told(observation)
+
+
+@torch.no_grad()
+def without_gradients(observation: torch.Tensor) -> Any:
+    return told(observation)
 
 
 class Shared:
@@ -97,6 +182,36 @@ def test_the_only_module(policy: Any) -> None:
     found = named_tensors(policy)
     assert [value is net.weight for value in found.values()] == [True, False]
     assert {name.rpartition(".")[2] for name in found} == {"weight", "bias"}
+
+
+OF_CODE = {
+    "another method": Indirect(),
+    "bound method that calls another": Indirect().act,
+    "inherited method": Inherits(),
+    "class method": Space.act,
+    "function that reads an attribute of a class": of_a_class,
+    "code of a module": Headless(),
+    "list of a module": Listing(),
+    "partial of a method": partial(Indirect().act),
+}
+OF_ANOTHER_FILE = {
+    "function": told,
+    "function of a file": by_another_file,
+    "attribute of the file": lambda obs: another_file.net(obs) + 1,
+    "class of the file": by_a_class_of_another_file,
+    "file imported within": by_an_import,
+    "function of a decorated one": without_gradients,
+}
+
+
+@pytest.mark.parametrize("policy", OF_CODE.values(), ids=OF_CODE)
+def test_what_code_reads_of_objects_and_classes(policy: Any) -> None:
+    assert [id(each) for each in named_tensors(policy).values()] == [id(net.weight), id(net.bias)]
+
+
+@pytest.mark.parametrize("policy", OF_ANOTHER_FILE.values(), ids=OF_ANOTHER_FILE)
+def test_what_code_reads_of_another_file(policy: Any) -> None:
+    assert module_of(policy) is another_file.net
 
 
 def test_several_are_named_by_where_they_are() -> None:
@@ -169,6 +284,24 @@ def test_a_function_that_travels_by_its_name_gets_the_mode_and_all_buffers() -> 
     assert scaled.scale == 3.0
 
 
+def test_models_that_a_function_uses_by_its_name_are_one_with_those_of_its_file() -> None:
+    encoder = another_file.encoder
+    models = {"encoder": encoder}
+    plan = WorkerPlan(lambda: encoder, 1, policy=another_file.encoded, models=models)
+    [payload] = pickled_plans([plan])
+    arrived = unpickled(payload)
+    assert arrived.models["encoder"] is not encoder  # as the worker's process has both
+    assert arrived.models["encoder"].weight is encoder.weight
+    assert arrived.create_env_fn().weight is encoder.weight
+    sent, received = (
+        published(another_file.encoded, models),
+        published(arrived.policy, arrived.models),
+    )
+    assert sent is not None
+    assert received is not None
+    assert [*received.state_dict()] == [*sent.state_dict()]
+
+
 def test_models_count_as_models_only() -> None:
     found = published(by_name, {"model": nn.Sequential(net)})
     assert found is not None
@@ -188,6 +321,38 @@ def test_an_env_is_no_policy() -> None:
 
     assert module_of(policy) is None
     env.close()
+
+
+@pytest.mark.parametrize("by", ["a call", "each batch", "start"])
+def test_it_is_said_once_that_no_weights_were_found(by: str) -> None:
+    weights = torch.zeros(4, 2)
+
+    def policy(observation: torch.Tensor) -> torch.Tensor:
+        return (observation @ weights).argmax(-1)
+
+    make: Any = dc.SyncDataCollector
+    kwargs: dict[str, Any] = {"replay_buffer": KeepingBuffer()} if by == "start" else {}
+    if by == "each batch":
+        make = partial(loopback_collector, num_workers=1, update_at_each_batch=True)
+    with (
+        make("CartPole-v1", policy, frames_per_batch=4, **kwargs) as collector,
+        warnings.catch_warnings(record=True) as warned,
+    ):
+        warnings.simplefilter("always")
+        if by == "start":
+            collector.start()
+        for _ in range(3):
+            if by == "each batch":
+                collector.next(timeout_s=60)
+            else:
+                collector.update_policy_weights_()
+    said = [str(each.message) for each in warned if each.category is UserWarning]
+    assert ["no weights were found in the policy <function" in each for each in said] == [True]
+
+
+def test_what_another_method_uses_is_not_shared_with_the_background() -> None:
+    with pytest.raises(ArgumentError, match="can't be copied for the background"):
+        copied(Indirect(), {})
 
 
 def test_a_policy_whose_class_has_its_module_is_left_as_it_is() -> None:

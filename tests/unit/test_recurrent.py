@@ -14,7 +14,16 @@ from helpers.counting_envs import CountingEnv, CountingMaker, CountingVectorEnv
 from helpers.engines import collect
 from helpers.envs import StumblingEnv
 from helpers.loopback_pool import loopback_collector
-from helpers.recurrent_policies import LENGTHS, Counter, N, T, check, counting_with_tensordict
+from helpers.recurrent_policies import (
+    LENGTHS,
+    Counter,
+    Learned,
+    N,
+    T,
+    check,
+    check_starts,
+    counting_with_tensordict,
+)
 from tensordict.nn import (
     InteractionType,
     ProbabilisticTensorDictModule,
@@ -183,16 +192,19 @@ class Noisy(Counter):
 
 
 def test_with_a_seed_a_random_state_depends_on_its_env_alone() -> None:
-    def starts(num_envs: int) -> torch.Tensor:
+    def starts(num_envs: int, steps: int = 8) -> torch.Tensor:
         lengths: Any = {"lengths": (4,)}
-        settings: Any = {"frames_per_batch": 8 * num_envs, "envs_per_worker": num_envs}
+        settings: Any = {"frames_per_batch": steps * num_envs, "envs_per_worker": num_envs}
         maker = CountingMaker("plain", **lengths)
         with dc.SyncDataCollector(maker, Noisy(), **settings) as collector:
             collector.set_seed(3)
-            return collector.next()["total"].reshape(num_envs, 8, 4)[:, ::4]
+            batches = [collector.next() for _ in range(8 // steps)]
+        total = torch.cat([each["total"].reshape(num_envs, steps, 4) for each in batches], 1)
+        return total[:, ::4]
 
     two = starts(2)
     assert torch.equal(starts(1)[0], two[0])
+    assert torch.equal(starts(2, steps=4), two)  # episodes that begin with a rollout
     assert len(two.flatten().unique()) == two.numel()
 
 
@@ -248,21 +260,27 @@ def test_a_torchrl_module_reproduces_what_it_gave(
     assert (batches[0]["next", state][ends].flatten(1).abs().amax(1) > 0).all()
 
 
-def test_a_learned_start_is_that_of_the_newest_weights() -> None:
-    policy = Counter()
+def test_a_learned_start_is_that_of_the_weights_that_choose_the_first_frame() -> None:
+    policy = Learned()
     envs = CountingMaker("plain", 1, lengths=LENGTHS)
     with loopback_collector(
         envs, policy, frames_per_batch=N * T, envs_per_worker=N, num_workers=1, sync=True
     ) as collector:
-        collector.next(timeout_s=60)
+        for _ in range(8):
+            check_starts(collector.next(timeout_s=60))
+            with torch.no_grad():
+                policy.weight.add_(1)
+            collector.update_policy_weights_()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_learned_start_is_that_of_weights_trained_in_place(kind: str) -> None:
+    policy = Learned()
+    engine = engine_of(policy, kind)
+    for _ in range(8):
+        check_starts(collect(engine, T))
         with torch.no_grad():
-            policy.first.fill_(5)
-        collector.update_policy_weights_()
-        collector.next(timeout_s=60)
-        batch = collector.next(timeout_s=60)
-    starts = batch["observation"][..., 2] == 0
-    assert starts.any()
-    assert (batch["frames"][starts] == 5).all()
+            policy.weight.add_(1)
 
 
 class Misfit(Counter):
