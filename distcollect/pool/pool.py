@@ -142,6 +142,7 @@ class Pool(MembershipObserver):
             self._stats_recorder,
             acknowledged=self._acknowledged_by,
             holder=lambda worker_id: self.served_by.get(worker_id, worker_id),
+            is_coming=lambda w: self._sender.is_coming(self.served_by.get(w, w)),
             post=self._loop.post,
             clock=clock_ns,
             deliver=self._deliver,
@@ -500,6 +501,9 @@ class Pool(MembershipObserver):
         self.on_weights(worker_id, version)
 
     def _left_out(self, worker_id: int, error: DistCollectError) -> None:
+        with self._lock:
+            if not self._core.closed:
+                self._refresh_served(worker_id)  # nobody waits for its weights any more
         # In sync mode it must not go on with the weights that it has.
         if not (self._plan.sync or isinstance(error, WorkerLost)):
             return

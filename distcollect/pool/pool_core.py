@@ -75,6 +75,7 @@ class PoolCore:
         deliver: Callable[[Wanted, Sequence[RolloutRequest]], None],
         wake_user: Callable[[], None],
         holder: Callable[[int], int] = lambda worker_id: worker_id,
+        is_coming: Callable[[int], bool] = lambda _: False,
     ) -> None:
         """Start without workers.
 
@@ -90,7 +91,7 @@ class PoolCore:
             deliver: gives the user what it waits for: these requests, in the order of their
                 arrival.
             wake_user: wakes the user's threads: what they wait for may have come.
-            holder: see :class:`~.staleness.SentVersions`.
+            holder, is_coming: see :class:`~.staleness.SentVersions`.
         """
         self._transport = transport
         self._failure_sink = failure_sink
@@ -100,7 +101,7 @@ class PoolCore:
         self._deliver = deliver
         self._wake_user = wake_user
         self.closed = False
-        self.versions = SentVersions(acknowledged, holder)
+        self.versions = SentVersions(acknowledged, holder, is_coming)
         self.slots = WorkerSlots(plan.reserved)
         # What is older is not delivered.
         self._bound = None if staleness is None or staleness.mode == "mask" else staleness

@@ -145,21 +145,33 @@ class PacedScheduler(Scheduler):
     ) -> None:
         super().__init__(plan, slots, requests, versions)
         self._pacer = pacer
+        self._waits_since: int | None = None  # since this version, for a worker to get its weights
+
+    def may_ask(self, slot: WorkerSlot) -> bool:
+        return slot.may_be_asked and not slot.is_collecting and slot.has_a_slab
 
     def next_workers(self, *, is_awaited: bool) -> Iterable[WorkerSlot]:
-        """Those that have been idle for longest, and whose weights are new enough."""
-        while self._slots.idle and self._room() and (slot := self._next_worker()):
-            yield slot
+        """Those that were asked longest ago, and whose weights are new enough.
 
-    def _next_worker(self) -> WorkerSlot | None:
-        needed = self._pacer.needed_slack()
-        if needed > self._pacer.max_slack:
-            return None  # no worker has that
-        for slot in self._slots.idle:
-            version = self._versions.acknowledged(slot.worker_id)
-            if self._pacer.slack(slot.worker_id, version) >= needed:
-                return slot
-        return None
+        If the weights of one of them are on their way, it is waited for: else the workers that get
+        theirs first would do all the work. But no longer than until the publication after that.
+        """
+        if not self._slots.idle or not self._room():
+            return
+        newest = self._versions.newest_of_all
+        for slot in sorted(self._slots.idle, key=_LAST_REQUEST):
+            needed = self._pacer.needed_slack()
+            if needed > self._pacer.max_slack or not self._room():
+                return  # no worker has that
+            worker_id, version = slot.worker_id, self._versions.acknowledged(slot.worker_id)
+            is_new = slot.num_requests or self._versions.is_up_to_date(worker_id)
+            if is_new and self._pacer.slack(worker_id, version) >= needed:
+                self._waits_since = None
+                yield slot
+            elif self._versions.is_coming(worker_id):
+                self._waits_since = newest if self._waits_since is None else self._waits_since
+                if newest <= self._waits_since + 1:
+                    return
 
     def next_rollout(self) -> RolloutRequest | None:
         among = self._requests.among

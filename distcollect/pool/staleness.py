@@ -28,6 +28,7 @@ class SentVersions:
 
     Attributes:
         acknowledged: gives the newest version that the process in a slot has acknowledged.
+        is_coming: tells whether weights are on their way to a slot.
         holder: gives the slot that has the policy of the worker in a slot: that of its inference
             server, if it has one.
         generation: grows with each publication.
@@ -38,8 +39,9 @@ class SentVersions:
         self,
         acknowledged: Callable[[int], int] = lambda _: 0,
         holder: Callable[[int], int] = lambda worker_id: worker_id,
+        is_coming: Callable[[int], bool] = lambda _: False,
     ) -> None:
-        self.acknowledged, self.holder = acknowledged, holder
+        self.acknowledged, self.holder, self.is_coming = acknowledged, holder, is_coming
         self.generation = self.newest_of_all = 0
         self._sent: dict[int, list[int]] = {}
 

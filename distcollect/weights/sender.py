@@ -96,6 +96,10 @@ class WeightSender:
         """The newest version that a worker has acknowledged, or started with."""
         return self._slots.acknowledged(worker_id)
 
+    def is_coming(self, worker_id: int) -> bool:
+        """Return True if a worker will get weights soon: they wait to be sent, or are being sent."""
+        return self._slots.is_coming(worker_id)
+
     def publish(
         self, flat: torch.Tensor, version: int, worker_ids: Sequence[int], *, apart: bool = False
     ) -> PushHandle:

@@ -138,6 +138,11 @@ class WeightSlots:
         slot = self._slots.get(worker_id)
         return 0 if slot is None else slot.acknowledged
 
+    def is_coming(self, worker_id: int) -> bool:
+        """Return True if weights are to be sent to a worker, or are being sent."""
+        slot = self._slots.get(worker_id)
+        return slot is not None and slot.state in (SendState.WAITING, SendState.SENDING)
+
     def publish(
         self, flat: torch.Tensor, published_ns: int, handle: PushHandle, *, apart: bool
     ) -> None:

@@ -251,6 +251,10 @@ class Run:
     def acknowledged(self, worker_id: int) -> int:
         return self.has.get(worker_id, 0)
 
+    def is_coming(self, worker_id: int) -> bool:
+        process = self.present.get(worker_id)
+        return process is not None and process.pending != 0
+
     def publish(
         self, flat: torch.Tensor, version: int, worker_ids: Any, *, apart: bool
     ) -> PushHandle:

@@ -110,6 +110,20 @@ class Noting(dc.AutoUpdater):
         return False
 
 
+@pytest.mark.parametrize(("lag", "num_workers"), [(0, 2), (2, 4), (4, 4)])
+def test_a_bound_on_staleness_gives_each_worker_its_share(
+    collect: Collect, lag: int, num_workers: int
+) -> None:
+    """Also those whose weights always arrive last."""
+    options = {"sync": False, "num_workers": num_workers, "staleness": dc.Staleness(lag)}
+    collector, policy, counts = collect(**options), Telling(), Counter[int]()
+    for _ in range(10 * num_workers):
+        counts[int(collector.next()["collector", "worker_id"][0, 0])] += 1
+        collector.update_policy_weights_(policy)
+    assert sorted(counts) == [*range(num_workers)]
+    assert min(counts.values()) >= 5, counts
+
+
 class TestToWhom:
     def test_the_workers_of_the_last_batch(self, collect: Collect) -> None:
         collector = collect(sync=False, num_workers=3)
