@@ -91,7 +91,8 @@ class PoolCore:
             deliver: gives the user what it waits for: these requests, in the order of their
                 arrival.
             wake_user: wakes the user's threads: what they wait for may have come.
-            holder, is_coming: see :class:`~.staleness.SentVersions`.
+            holder: see :class:`~.staleness.SentVersions`.
+            is_coming: see there, too.
         """
         self._transport = transport
         self._failure_sink = failure_sink

@@ -97,7 +97,7 @@ class WeightSender:
         return self._slots.acknowledged(worker_id)
 
     def is_coming(self, worker_id: int) -> bool:
-        """Return True if a worker will get weights soon: they wait to be sent, or are being sent."""
+        """Return True if weights are to be sent to a worker, or are being sent."""
         return self._slots.is_coming(worker_id)
 
     def publish(

@@ -439,7 +439,7 @@ RUNNING: list[Row] = [
         lambda: sync(policy=TensorDictModule(nn.Linear(4, 2), ["obs"], ["action"])),
         POLICY,
         "{'obs'}",
-        r"given 'observation' \[1, 4\] float32\): its in_keys must be among",
+        r"given 'observation' \[1, 4\] float32\); in_keys of a TensorDictModule must be among",
     ),
     (
         lambda: sync(policy=nn.Linear(3, 2)),
