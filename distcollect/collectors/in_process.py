@@ -111,8 +111,15 @@ class InProcess(Backend):
 
     @property
     def ledger(self) -> LedgerReport:
-        counts = self.engine.counter
-        frames = Frames(counts.stepped, lost=dict(counts.lost), env_faults=counts.env_faults)
+        counts, delivered = self.engine.counter, self.frames - self.resumed_frames
+        stepped, lost = counts.stepped, dict(counts.lost)
+        frames = Frames(
+            stepped,
+            delivered,
+            lost,
+            open=stepped - delivered - sum(lost.values()),
+            env_faults=counts.env_faults,
+        )
         return LedgerReport({0: frames}, frames)
 
     def _snapshot(self, known: Stats) -> Stats:
