@@ -75,10 +75,11 @@ class Publisher:
 
         ``last``: ids of the workers whose frames are in the last batch.
         """
+        named = worker_ids is not None and not isinstance(worker_ids, str)
         if worker_ids is None:
             worker_ids = self._updater.all_worker_ids()
         selected = self.selected(worker_ids, last)
-        if named := not isinstance(worker_ids, str):
+        if not isinstance(worker_ids, str):
             self._check_servers(selected)
         own = self._own()
         apart = named and source is not None and not is_part(source, own)

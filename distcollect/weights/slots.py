@@ -126,6 +126,7 @@ class WeightSlots:
     def __init__(self) -> None:
         self._slots: dict[int, WeightSlot] = {}
         self._latest: Publication | None = None  # for workers that come
+        self._kept: dict[int, Publication] = {}  # apart, of slots that were given up
         self._first_version = 0  # that new processes start with
         self._generation = 0
         self._orders = itertools.count(1)
@@ -169,9 +170,8 @@ class WeightSlots:
     def welcome(self, worker_id: int, peer: int) -> int:
         """A new process is in a slot; see :meth:`.WeightSender.welcome`."""
         before = self._slots.get(worker_id)
-        slot = self._slots[worker_id] = WeightSlot(
-            worker_id, peer, self._latest, acknowledged=self._first_version
-        )
+        slot = self._slots[worker_id] = self._new(worker_id, peer)
+        slot.acknowledged = self._first_version
         if before is not None:
             slot.newest, slot.handles = before.newest, before.handles
             before.state, before.peer = SendState.AWAY, None
@@ -182,17 +182,22 @@ class WeightSlots:
         self._wait(slot)
         return slot.newest.version
 
+    def _new(self, worker_id: int, peer: int | None) -> WeightSlot:
+        return WeightSlot(worker_id, peer, self._kept.pop(worker_id, self._latest))
+
     def forget(self, worker_id: int, *, replaced: bool) -> int | None:
         """A slot's process is gone; ``replaced``: another one comes. Its peer, if it had one."""
         slot = self._slots.get(worker_id)
         if slot is None:
             if not replaced:
                 return None
-            slot = self._slots[worker_id] = WeightSlot(worker_id, None, self._latest)
+            slot = self._slots[worker_id] = self._new(worker_id, None)
         peer, slot.peer = slot.peer, None
         slot.acknowledged = slot.held = 0
         slot.state = SendState.AWAY
         if not replaced:
+            if slot.newest is not None and slot.newest.apart:
+                self._kept[worker_id] = slot.newest
             del self._slots[worker_id]
             slot.settle(WorkerLost("is gone", worker_id=worker_id))
             return peer
@@ -214,9 +219,14 @@ class WeightSlots:
         self._first_version = version
         renumbered = {
             publication: replace(publication, version=version, generation=self._generation)
-            for publication in (self._latest, *(slot.newest for slot in self._slots.values()))
+            for publication in (
+                self._latest,
+                *self._kept.values(),
+                *(slot.newest for slot in self._slots.values()),
+            )
             if publication is not None
         }
+        self._kept = {worker_id: renumbered[each] for worker_id, each in self._kept.items()}
         self._latest = renumbered.get(self._latest)  # type: ignore[arg-type]
         for slot in self._slots.values():
             slot.newest = renumbered.get(slot.newest)  # type: ignore[arg-type]

@@ -199,6 +199,8 @@ def test_a_new_process_gets_no_weights_of_other_workers(make: Callable[[int], Wo
     assert (replaced(0), replaced(1), world.sender.welcome(3, 103)) == (2, 0, 2)
     world.publish(3, apart=True).wait(5)
     assert (replaced(2), replaced(3), replaced(4)) == (2, 3, 2)
+    world.sender.forget(3, replaced=False)  # given up; its host comes back later
+    assert (world.sender.welcome(3, 303), world.sender.welcome(5, 105)) == (3, 2)
 
 
 def test_receivers_do_not_wait_for_what_the_trainer_failed_to_send(
