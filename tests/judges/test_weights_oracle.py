@@ -236,9 +236,12 @@ class TestWhatCannotBeApplied:
             for weights in (LIKE_SHOWN, Shown(), Shown().act):
                 with pytest.raises(dc.WeightsError, match="gain"):
                     collector.update_policy_weights_(weights)
-            collector.update_policy_weights_()
-            if policy is not None:
-                collector.update_policy_weights_(policy)
+            if policy is None:
+                collector.update_policy_weights_()
+                return
+            for weights in (None, policy):
+                with pytest.warns(UserWarning, match="no weights were found in the policy"):
+                    collector.update_policy_weights_(weights)
 
     def test_one_weight_with_two_values(self) -> None:
         module = policies.Tied()
