@@ -233,15 +233,13 @@ class TestWhatCannotBeApplied:
     @pytest.mark.parametrize("policy", [None, lambda observation: torch.zeros(len(observation), 1)])
     def test_policies_without_weights_take_none(self, policy: Any) -> None:
         with dc.SyncDataCollector(PayingEnv, policy, frames_per_batch=4) as collector:
+            if policy is not None:
+                with pytest.warns(UserWarning, match="no weights were found in the policy"):
+                    collector.update_policy_weights_(policy)
             for weights in (LIKE_SHOWN, Shown(), Shown().act):
                 with pytest.raises(dc.WeightsError, match="gain"):
                     collector.update_policy_weights_(weights)
-            if policy is None:
-                collector.update_policy_weights_()
-                return
-            for weights in (None, policy):
-                with pytest.warns(UserWarning, match="no weights were found in the policy"):
-                    collector.update_policy_weights_(weights)
+            collector.update_policy_weights_()
 
     def test_one_weight_with_two_values(self) -> None:
         module = policies.Tied()
