@@ -151,27 +151,29 @@ class PacedScheduler(Scheduler):
         return slot.may_be_asked and not slot.is_collecting and slot.has_a_slab
 
     def next_workers(self, *, is_awaited: bool) -> Iterable[WorkerSlot]:
-        """Those that were asked longest ago, and whose weights are new enough.
+        """Those that have been idle for longest, and whose weights are new enough.
 
         If the weights of one of them are on their way, it is waited for: else the workers that get
         theirs first would do all the work. But no longer than until the publication after that.
         """
-        if not self._slots.idle or not self._room():
-            return
-        newest = self._versions.newest_of_all
-        for slot in sorted(self._slots.idle, key=_LAST_REQUEST):
-            needed = self._pacer.needed_slack()
-            if needed > self._pacer.max_slack or not self._room():
-                return  # no worker has that
+        while self._slots.idle and self._room() and (slot := self._next_worker()):
+            yield slot
+
+    def _next_worker(self) -> WorkerSlot | None:
+        needed, newest = self._pacer.needed_slack(), self._versions.newest_of_all
+        if needed > self._pacer.max_slack:
+            return None  # no worker has that
+        for slot in self._slots.idle:
             worker_id, version = slot.worker_id, self._versions.acknowledged(slot.worker_id)
             is_new = slot.num_requests or self._versions.is_up_to_date(worker_id)
             if is_new and self._pacer.slack(worker_id, version) >= needed:
                 self._waits_since = None
-                yield slot
-            elif self._versions.is_coming(worker_id):
+                return slot
+            if self._versions.is_coming(worker_id):
                 self._waits_since = newest if self._waits_since is None else self._waits_since
                 if newest <= self._waits_since + 1:
-                    return
+                    return None
+        return None
 
     def next_rollout(self) -> RolloutRequest | None:
         among = self._requests.among

@@ -91,7 +91,7 @@ def test_who_leaves_delivers_what_it_has_and_is_drained_once(inline: int) -> Non
         (3, replace(SYNC, waits_for_missing=True, num_rollouts=3, num_frames=None), DROP_NONE, 0),
         (4, ASYNC, None, 0),
         (5, replace(ASYNC, num_frames=None), None, 0),
-        (26, ASYNC, Staleness(0), 0),
+        (36, ASYNC, Staleness(0), 0),
         (7, replace(ASYNC, num_frames=None), Staleness(2), 0),
         (8, ASYNC, Staleness(1, mode="drop"), 0),
         (9, ASYNC, None, 1.0),
