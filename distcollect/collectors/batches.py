@@ -271,7 +271,7 @@ class Backend(ABC):
         Raises:
             CollectorStateError: another thread does, or this one does already.
         """
-        if self._holder == threading.get_ident():
+        if self._has_turn:
             raise CollectorStateError(
                 "this collector is making a batch already: take the next one not within "
                 "postproc, a hook or the buffer's extend()"
@@ -289,6 +289,10 @@ class Backend(ABC):
     def __exit__(self, *error: object) -> None:
         self._stats_recorder.switch_to("train")
         self._end_turn()
+
+    @property
+    def _has_turn(self) -> bool:
+        return self._holder == threading.get_ident()
 
     def _begin_turn(self) -> None:
         with self._lock:
@@ -308,8 +312,9 @@ class Backend(ABC):
     def has_ended(self, timeout_s: float) -> bool:
         """Wait for the thread that makes a batch; False if it is this one, or takes too long."""
         with self._lock:
-            is_other = self._holder != threading.get_ident()
-            return is_other and self._lock.wait_for(lambda: self._holder is None, timeout_s)
+            return not self._has_turn and self._lock.wait_for(
+                lambda: self._holder is None, timeout_s
+            )
 
     # Batches.
 
@@ -351,7 +356,7 @@ class Backend(ABC):
             DeadlineError: that took longer than ``timeout_s``.
         """
         with self._lock:
-            is_own = self._holder == threading.get_ident()  # a hook, or the user's buffer
+            is_own = self._has_turn  # a hook, or the user's buffer
             if not wait_for(self._lock, lambda: is_own or self._adding is None, timeout_s):
                 raise DeadlineError(
                     f"the replay buffer can't be saved: its extend() did not end within "
@@ -569,7 +574,7 @@ class Backend(ABC):
         self.drop("given_up")
         with self._lock:
             # Another thread that makes a batch may be adding to them now.
-            is_free = self._holder in (None, threading.get_ident())
+            is_free = self._holder is None or self._has_turn
             if self._trajectories is not None and is_free:
                 self._trajectories.abandon()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -13,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from tensordict import TensorDict
 
 from distcollect.collectors.background import JOIN_TIMEOUT_S, Background
@@ -207,8 +207,7 @@ class InProcess(Backend):
                 "worker_ids is given, but this collector has no weight updater and no workers: it "
                 "steps its envs itself; leave worker_ids out"
             )
-        is_apart = self._background is not None
-        with contextlib.nullcontext() if is_apart else self._alone():
+        with self._alone() if self._background is None else contextlib.nullcontext():
             self._publish_here(weights)
 
     def _publish_here(self, weights: Weights | None) -> None:
@@ -218,17 +217,20 @@ class InProcess(Backend):
             weights = published(self.policy, self._plan.models)
         is_given = weights is not None and not is_part(weights, own)
         new = self._completed(weights) if is_given else own
-        if is_given and self._background is None:
+        selected: dict[str, torch.Tensor] = {}
+        if self._background is not None and new is not None:
+            # It has a copy of its own: the policy that is trained stays as it is.
+            selected = live.layout.select(new)
+        elif is_given:
             live.layout.load(new, own)
         if own is None:
             return
-        selected = live.layout.select(new)
         self._version += 1
         if self.statistics is not None:
             self.statistics.freeze(self._version)
         if self._background is None:
             live.version = self._version
-        else:  # it has a copy of its own, and the policy that is trained stays as it is
+        else:
             buffer = live.spare()
             live.layout.pack(selected, buffer)
             live.commit(buffer, self._version)
@@ -305,7 +307,7 @@ class InProcess(Backend):
         Raises, on entering:
             CollectorStateError: another thread does.
         """
-        if self._holder == threading.get_ident():  # a hook, postproc or the user's buffer
+        if self._has_turn:  # a hook, postproc or the user's buffer
             yield
             return
         self._begin_turn()

@@ -114,8 +114,12 @@ class RemoteCalls:
             with self._cancelled_by_errors(request, selected):
                 for w, share in zip(selected, shares(owed, len(selected)), strict=True):
                     if share:
-                        part = replace(request, num_episodes=share, version=has.get(w, 0))
-                        part = replace(part, timeout_s=limit_s)
+                        part = replace(
+                            request,
+                            num_episodes=share,
+                            version=has.get(w, 0),
+                            timeout_s=limit_s,
+                        )
                         if request.seed is not None:
                             seed = env_seed(request.seed, first + w, stream=Stream.EVALUATION)
                             part = replace(part, seed=seed)

@@ -56,8 +56,12 @@ class Scheduler:
 
     def may_ask(self, slot: WorkerSlot) -> bool:
         """Return True if a rollout may be requested from this worker, if there is room for it."""
-        if slot.is_collecting or not slot.may_be_asked or not slot.has_a_slab:
-            return False
+        return self._is_free(slot) and self._may_act(slot)
+
+    def _is_free(self, slot: WorkerSlot) -> bool:
+        return slot.may_be_asked and not slot.is_collecting and slot.has_a_slab
+
+    def _may_act(self, slot: WorkerSlot) -> bool:
         # A new process starts with the run's first weights: it is to have the newest ones first.
         return bool(slot.num_requests) or self._versions.is_up_to_date(slot.worker_id)
 
@@ -148,7 +152,7 @@ class PacedScheduler(Scheduler):
         self._waits_since: int | None = None  # since this version, for a worker to get its weights
 
     def may_ask(self, slot: WorkerSlot) -> bool:
-        return slot.may_be_asked and not slot.is_collecting and slot.has_a_slab
+        return self._is_free(slot)  # one that waits for its weights keeps its place
 
     def next_workers(self, *, is_awaited: bool) -> Iterable[WorkerSlot]:
         """Those that have been idle for longest, and whose weights are new enough.
@@ -165,8 +169,7 @@ class PacedScheduler(Scheduler):
             return None  # no worker has that
         for slot in self._slots.idle:
             worker_id, version = slot.worker_id, self._versions.acknowledged(slot.worker_id)
-            is_new = slot.num_requests or self._versions.is_up_to_date(worker_id)
-            if is_new and self._pacer.slack(worker_id, version) >= needed:
+            if self._may_act(slot) and self._pacer.slack(worker_id, version) >= needed:
                 self._waits_since = None
                 return slot
             if self._versions.is_coming(worker_id):

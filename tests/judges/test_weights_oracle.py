@@ -297,6 +297,15 @@ def test_given_weights_do_not_change_the_policy_that_is_trained_meanwhile() -> N
         assert module.gain.item() == before
 
 
+def test_a_policy_without_weights_takes_none_in_the_background() -> None:
+    with dc.SyncDataCollector(
+        PayingEnv, None, frames_per_batch=4, replay_buffer=Buffer()
+    ) as collector:
+        collector.start()
+        with pytest.raises(dc.WeightsError, match="gain"):
+            collector.update_policy_weights_(LIKE_SHOWN)
+
+
 def test_models_of_envs_in_this_process_are_not_for_the_background() -> None:
     module = fill(Shown(), 1)
     with (
