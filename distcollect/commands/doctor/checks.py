@@ -64,12 +64,12 @@ def _limits(report: HostReport, num_workers: int) -> Iterator[tuple[str, str, st
 
 def _interface(report: HostReport) -> Iterator[tuple[str, str, str]]:
     """Check that no variable names a wrong interface."""
-    names = ", ".join(report.interfaces)
     for name, value in report.variables.items():
         # NCCL allows a list, with "=" before an exact name and "^" before an excluded one.
         wanted = tuple(part.lstrip("=") for part in value.split(",") if not part.startswith("^"))
         if wanted and not any(known.startswith(wanted) for known in report.interfaces):
-            problem = f"{name}={value}, but the host's interfaces are {names}"
+            # The host's interfaces aren't named here: hosts differ, and one mistake is one problem.
+            problem = f"{name}={value}, but the host has no such interface (ip -br address lists them)"
             remedy = f"unset {name}: distcollect uses the interface that leads to the trainer"
             yield "interface", problem, remedy
 
