@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
+from collections import UserDict
 from functools import partial
 from typing import Any
 
@@ -12,6 +14,7 @@ from helpers import another_file
 from helpers.another_file import told
 from helpers.loopback_pool import loopback_collector
 from helpers.replay_buffers import KeepingBuffer
+from omegaconf import MISSING, OmegaConf
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
@@ -306,6 +309,19 @@ def test_models_count_as_models_only() -> None:
     found = published(by_name, {"model": nn.Sequential(net)})
     assert found is not None
     assert list(found.state_dict()) == ["model.0.weight", "model.0.bias"]
+
+
+@dataclasses.dataclass
+class _Unset:
+    """A configuration with a value that the user has still to give."""
+
+    folder: str = MISSING
+
+
+def test_a_configuration_may_lack_values() -> None:
+    config = OmegaConf.structured(_Unset)
+    assert module_of(partial(by_another, config=config)) is net
+    assert module_of(partial(by_another, net=UserDict({"net": other}))) is not net
 
 
 def test_an_env_is_no_policy() -> None:
