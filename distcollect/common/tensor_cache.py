@@ -90,10 +90,14 @@ def block(num_bytes: int) -> np.ndarray:
 
 
 def copy_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Clone a contiguous tensor into memory of this cache."""
-    if tensor.nbytes < _SMALLEST_BYTES:
-        return tensor.clone()
-    return empty(tuple(tensor.shape), tensor.dtype).copy_(tensor)
+    """Clone a contiguous tensor into memory of this cache.
+
+    Numpy does that on one core. Torch would take all cores, and its threads keep them in a loop for
+    a while afterwards, where workers on the host need them.
+    """
+    copy, array = new(tuple(tensor.shape), tensor.dtype)
+    array[...] = array_of(tensor)
+    return copy
 
 
 def forget() -> None:

@@ -62,8 +62,11 @@ def run_sync(seconds: float, *, name: str) -> Values:
 
 
 def run_workers(seconds: float, *, name: str, kind: str, **options: Any) -> Values:
-    """An asynchronous collector of that name; the trainer only counts."""
-    with getattr(dc, kind)(**arguments(WORKLOADS[name], **options)) as collector:
+    """A collector of that name; the trainer only counts."""
+    given = arguments(WORKLOADS[name], **options)
+    if kind == "MultiSyncDataCollector" or options.get("sync"):
+        given["frames_per_batch"] *= options["num_workers"]  # rollouts have the same size
+    with getattr(dc, kind)(**given) as collector:
         return {"frames_per_s": frames_per_s(counted(collector), seconds)}
 
 

@@ -77,7 +77,17 @@ def _workload(name: str, about: str, needs: tuple[str, ...] = ()) -> Item:
             kind="MultiaSyncDataCollector",
             num_workers=2,
         ),
+        "multi-sync-x2": contender(
+            "MultiSyncDataCollector",
+            "contenders:run_workers",
+            "bare-x2",
+            kind="MultiSyncDataCollector",
+            num_workers=2,
+        ),
         "rpc-async-x2": contender("RPCDataCollector", "contenders:run_workers", "bare-x2", **rpc),
+        "rpc-sync-x2": contender(
+            "RPCDataCollector(sync=True)", "contenders:run_workers", "bare-x2", **rpc, sync=True
+        ),
         "torchrl": contender("torchrl Collector", "peers:run_torchrl", "bare", *_TORCHRL),
         "torchrl-rpc-x2": contender(
             'torchrl RPCCollector(launcher="mp")', "peers:run_torchrl_rpc", "bare-x2", *_TORCHRL
