@@ -77,6 +77,6 @@ def count_lags(
 
 def _versions(versions: torch.Tensor, traj_ids: torch.Tensor) -> list[tuple[int, int]]:
     """A list of (policy_version, number of frames that have it), of one rollout."""
-    is_real = traj_ids >= 0
-    values, counts = np.unique(versions[is_real].numpy(force=True), return_counts=True)
+    is_real = traj_ids.numpy(force=True) >= 0
+    values, counts = np.unique(versions.numpy(force=True)[is_real], return_counts=True)
     return list(zip(values.tolist(), counts.tolist(), strict=True))
