@@ -83,9 +83,19 @@ class WrappedBuffer:
     _load_state: Callable[[Mapping[str, Any]], None]
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_buffer":  # of an object that is being copied, which has no attributes yet
+            raise AttributeError(name)
         found = getattr(self._buffer, name)
         # Here, so that this buffer has a state only if the wrapped one has.
         return {"state_dict": self._state, "load_state_dict": self._load_state}.get(name, found)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        is_own = name.startswith("_") or name in vars(self) or hasattr(type(self), name)
+        is_set_here = is_own or not hasattr(vars(self).get("_buffer"), name)
+        if is_set_here:
+            super().__setattr__(name, value)
+        else:
+            setattr(self._buffer, name, value)
 
     def __len__(self) -> int:
         return len(self._buffer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,22 @@ def test_frames_are_sampled_by_priority(buffer_of: Any, tmp_path: Path) -> None:
         buffer = dc.Prioritized(buffer_of(8), alpha=0.5, beta=1.0)
         dc.Checkpoint(tmp_path / "c.pt", buffer=buffer).load()
         assert shares(buffer, 4)[3] == pytest.approx(9 / 23, abs=0.01)
+
+
+def test_attributes_are_set_where_they_are_read() -> None:
+    inner: Any = Ring(8)
+    inner.label = "first"
+    buffer = dc.Prioritized(inner, beta=0.0)
+    limited: Any = dc.RateLimited(buffer, 1.0, slack=1e6)
+    limited.extend(frames(0, 1))
+    give(limited, lambda number: number + 1.0)
+    assert (limited.sample(100)["priority_weight"] == 1).all()
+    limited.beta, limited.label = 1.0, "second"
+    assert (buffer.beta, inner.label) == (1.0, "second")
+    assert (limited.sample(100)["priority_weight"] < 1).any()
+    limited = copy.copy(limited)
+    limited.beta = 0.5
+    assert buffer.beta == 0.5
 
 
 @BUFFERS

@@ -49,7 +49,7 @@ def test_no_thread_of_ours_uses_torch_s_threads(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("DISTCOLLECT_TRANSPORT", "tcp")
 
     def num_native() -> int:
-        return len(os.listdir("/proc/self/task")) - threading.active_count()
+        return len([*Path("/proc/self/task").iterdir()]) - threading.active_count()
 
     try:
         torch.set_num_threads(4)
