@@ -19,15 +19,15 @@ from helpers.light_workers import Light, collect_all
 from helpers.loopback_transport import answer_of
 from helpers.rpc_world import Rpc
 from helpers.transport_contract import SOON_S, Tcp, Tls
-from helpers.transport_peer import rollout
 
 from benchmarks.items import Values
 from distcollect.common.peer_ids import identity
 from distcollect.net.tls import trainer_tls
 from distcollect.transport import rpc_agents
+from distcollect.transport.protocol import CollectRequest
 
 _TURNS = 5
-_LIGHT_STEPS = 100  # of 37 bytes
+_LIGHT_BYTES = 3_700
 
 
 def run(seconds: float, *, num_bytes: int) -> Values:
@@ -36,14 +36,13 @@ def run(seconds: float, *, num_bytes: int) -> Values:
     The transports take turns. The lowest of several windows counts: others use this machine too.
     """
     rpc_agents.CHANNELS = ["mpt_uv", "basic"]
-    num_steps = num_bytes // (sum(tensor.nbytes for tensor in rollout(1000)) // 1000)
     worlds: dict[str, Any] = {"rpc": Rpc(), "tcp": Tcp(), "tls": Tls()}
     fetches: dict[str, Callable[[], object]] = {
-        name: lambda world=world: answer_of(world.offered(num_steps).fetch).result(SOON_S)
+        name: lambda world=world: answer_of(world.offered(1, frames=num_bytes).fetch).result(SOON_S)
         for name, world in worlds.items()
     }
     for name, has_tls in (("socket", False), ("ssl", True)):
-        worlds[name] = _Bare(sum(tensor.nbytes for tensor in rollout(num_steps)), has_tls=has_tls)
+        worlds[name] = _Bare(num_bytes, has_tls=has_tls)
         fetches[name] = worlds[name].fetch
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in worlds}
     try:
@@ -74,11 +73,12 @@ def run_light(seconds: float, *, num_workers: int) -> Values:
         rpc.transport.connect(peer, address)
     tcp, tls = Light(num_workers, "token"), Light(num_workers, "tls")
     worlds = {"rpc": (rpc, peers), "tcp": (tcp, tcp.peers), "tls": (tls, tls.peers)}
+    request = CollectRequest(1, frames=_LIGHT_BYTES)
     found: dict[str, list[float]] = {name: [] for name in worlds}
     try:
         for _ in range(1 + _TURNS):
             for name, (world, all_peers) in worlds.items():
-                collect = partial(collect_all, world.transport, all_peers, _LIGHT_STEPS)
+                collect = partial(collect_all, world.transport, all_peers, request)
                 _, cpu_us = _window(collect, seconds / _TURNS)
                 found[name].append(cpu_us / num_workers)
     finally:

@@ -41,10 +41,9 @@ class Light(Tcp):
 
 
 def collect_all(
-    transport: Transport, peers: Sequence[int], num_steps: int
+    transport: Transport, peers: Sequence[int], request: CollectRequest
 ) -> list[list[torch.Tensor]]:
     """Have each peer collect a rollout, then fetch all of them."""
-    request = CollectRequest(num_steps)
     asked = [answer_of(transport.collect, peer, request) for peer in peers]
     offers: list[Offer] = [answer.result(SOON_S) for answer in asked]
     fetched: list[Future[list[torch.Tensor]]] = [answer_of(offer.fetch) for offer in offers]

@@ -12,6 +12,8 @@ from helpers.light_workers import Light, collect_all
 from helpers.transport_contract import SMALL, check, num_threads
 from helpers.transport_peer import Service
 
+from distcollect.transport.protocol import CollectRequest
+
 # Of 400 kB: with these, memory that is not given back would show.
 WIDE = 10_000
 ROUNDS = 6
@@ -19,7 +21,7 @@ MOST_GROWTH = 32 << 20
 
 
 def collect(light: Light, num_steps: int) -> None:
-    for tensors in collect_all(light.transport, light.peers, num_steps):
+    for tensors in collect_all(light.transport, light.peers, CollectRequest(num_steps)):
         check(tensors, num_steps)
 
 
