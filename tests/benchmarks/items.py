@@ -228,11 +228,12 @@ ITEMS: dict[str, Item] = {
     "replay": Item("start() fills a replay buffer", dict(_replay())),
     "start": Item("from making a collector to its first batch", dict(_start())),
     "fetch": Item("a rollout over each transport, in turn", dict(_fetch())),
-    "push": Item(
-        "weights to two workers on another host, in turn; needs root",
+    "hosts": Item(
+        "weights to two workers on another host, and their rollouts, in turn; needs root",
         {
-            f"{size}-mb": Part(f"{size} MB", "push:run", {"num_bytes": size * 1_000_000})
-            for size in (1, 100)
+            "push-1-mb": Part("push of 1 MB", "hosts:run_pushes", {"num_bytes": 1_000_000}),
+            "push-100-mb": Part("push of 100 MB", "hosts:run_pushes", {"num_bytes": 100_000_000}),
+            "link-2-ms": Part("link of 2 ms", "hosts:run_link", {"delay_ms": 2}),
         },
     ),
     "inference": Item("policies in workers, and in an inference server", dict(_inference())),

@@ -1,4 +1,4 @@
-"""What it takes to push weights to two workers on another host, by each transport, in turn.
+"""Pushing weights to two workers on another host, and getting their rollouts, by each transport.
 
 The host is a network namespace of this machine, so this needs root. Over RPC Gloo broadcasts.
 """
@@ -13,7 +13,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from helpers.hosts import Hosts
@@ -39,9 +41,44 @@ class _Weights(nn.Module):
         return torch.zeros(len(observation), dtype=torch.int64)
 
 
-def run(seconds: float, *, num_bytes: int) -> Values:
+def run_pushes(seconds: float, *, num_bytes: int) -> Values:
     """Return milliseconds for a push, and of Gloo's time over that of each other way the median."""
     policy = _Weights(num_bytes)
+    with _collectors(policy, frames_per_batch=2, sync=True) as (_, collectors):
+        times: dict[str, list[float]] = {way: [] for way in _WAYS}
+        end = time.monotonic() + seconds
+        while time.monotonic() < end or len(times["gloo"]) <= _FEWEST:
+            for way, collector in collectors.items():
+                times[way].append(_push_s(collector, policy))
+    times = {way: each[1:] for way, each in times.items()}  # the first one makes buffers
+    values = {f"{way}_ms": 1e3 * statistics.median(each) for way, each in times.items()}
+    for way in _WAYS:
+        ratios = [gloo / own for gloo, own in zip(times["gloo"], times[way], strict=True)]
+        values[f"{way}_speed_ratio"] = statistics.median(ratios)
+    return values
+
+
+def run_link(seconds: float, *, delay_ms: float) -> Values:
+    """Return the frames/s of the other host, and their ratio to RPC's, over a slow link."""
+    found: dict[str, list[float]] = {way: [] for way in _WAYS}
+    with _collectors(None, frames_per_batch=256, envs_per_worker=4) as (hosts, collectors):
+        hosts.do(_HOST, "slow", "--delay-ms", str(delay_ms))
+        for _ in range(1 + _FEWEST):
+            for way, collector in collectors.items():
+                found[way].append(_remote_frames_per_s(collector, seconds / _FEWEST))
+    found = {way: each[1:] for way, each in found.items()}
+    values = {f"{way}_frames_per_s": statistics.median(each) for way, each in found.items()}
+    for way in _WAYS:
+        ratios = [own / rpc for own, rpc in zip(found[way], found["gloo"], strict=True)]
+        values[f"{way}_ratio"] = statistics.median(ratios)
+    return values
+
+
+@contextlib.contextmanager
+def _collectors(
+    policy: nn.Module | None, **options: Any
+) -> Iterator[tuple[Hosts, dict[str, dc.RPCDataCollector]]]:
+    """The hosts, and for each way a collector with a worker here and two there."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         token = folder / "token"
@@ -58,12 +95,11 @@ def run(seconds: float, *, num_bytes: int) -> Values:
                 dc.RPCDataCollector(
                     "CartPole-v1",
                     policy,
-                    frames_per_batch=2,
-                    sync=True,
-                    num_workers=1,  # here; it is sent nothing
+                    num_workers=1,
                     listen=f"{hosts.address}:{port}",
                     transport=transport,
                     security=security,
+                    **options,
                 )
             )
             for _ in _REMOTE:
@@ -71,17 +107,17 @@ def run(seconds: float, *, num_bytes: int) -> Values:
                 quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
                 subprocess.Popen(joins, env=env, stdin=subprocess.DEVNULL, **quiet)
             eventually(lambda: collector.num_workers == 1 + len(_REMOTE), _JOIN_S)  # noqa: B023
-        times: dict[str, list[float]] = {way: [] for way in _WAYS}
-        end = time.monotonic() + seconds
-        while time.monotonic() < end or len(times["gloo"]) <= _FEWEST:
-            for way, collector in collectors.items():
-                times[way].append(_push_s(collector, policy))
-    times = {way: each[1:] for way, each in times.items()}  # the first one makes buffers
-    values = {f"{way}_ms": 1e3 * statistics.median(each) for way, each in times.items()}
-    for way in _WAYS:
-        ratios = [gloo / own for gloo, own in zip(times["gloo"], times[way], strict=True)]
-        values[f"{way}_speed_ratio"] = statistics.median(ratios)
-    return values
+        yield hosts, collectors
+
+
+def _remote_frames_per_s(collector: dc.RPCDataCollector, seconds: float) -> float:
+    num_frames, began = 0, time.monotonic()
+    while time.monotonic() < began + seconds:
+        batch = collector.next()
+        assert batch is not None
+        if int(batch["collector", "worker_id"][0, 0]) in _REMOTE:
+            num_frames += batch.numel()
+    return num_frames / (time.monotonic() - began)
 
 
 def _push_s(collector: dc.RPCDataCollector, policy: nn.Module) -> float:
