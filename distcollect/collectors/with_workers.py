@@ -165,6 +165,10 @@ class WithWorkers(Backend):
         self._handover_receiver = HandoverReceiver(workers.transport)
         workers.attach(self.pool)
 
+    def ends_with(self, collector: object) -> None:
+        """End when ``collector`` is gone: at once, though parts of this refer to each other."""
+        self._stop.add_owner(collector)
+
     def _own_module(self) -> nn.Module | None:
         """What is published if the user gives no weights; None: only the user has them."""
         options = self._options

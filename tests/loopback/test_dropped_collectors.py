@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -49,6 +51,62 @@ def test_an_argument_that_refers_to_the_collector(monkeypatch: pytest.MonkeyPatc
     assert closed.wait(60)
 
 
+def used(collector: Any) -> None:
+    for _ in range(2):
+        collector.next()
+        collector.update_policy_weights_()
+    collector.evaluate(1)
+    str(collector.stats())
+    with contextlib.suppress(dc.BatchTimeout):
+        collector.next(timeout_s=1e-6)
+
+
+def filling(collector: Any) -> None:
+    collector.start()
+    eventually(lambda: len(collector.replay_buffer.added) > 2)
+
+
+KINDS = [
+    dc.RPCDataCollector,
+    dc.MultiSyncDataCollector,
+    dc.MultiaSyncDataCollector,
+    dc.aSyncDataCollector,
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("use", [lambda _: None, used, filling], ids=["unused", "used", "filling"])
+def test_one_that_nobody_refers_to_ends_at_once(
+    kind: Any, use: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not only when the garbage collector comes, long after a cell of a notebook was run again."""
+    monkeypatch.setattr(gc, "freeze", lambda: None)
+    buffer = KeepingBuffer() if use is filling else None
+    policy = torch.nn.Sequential(torch.nn.Linear(4, 1), torch.nn.Flatten(0), Above())
+    gc.disable()
+    try:
+        collector = loopback_collector(
+            ["CartPole-v1"] if kind is not dc.aSyncDataCollector else "CartPole-v1",
+            policy,
+            frames_per_batch=8,
+            kind=kind,
+            normalize=dc.Normalize(),
+            replay_buffer=buffer,
+        )
+        workers, closed = workers_of(collector), threading.Event()
+        close, workers.close = workers.close, lambda: (close(), closed.set())
+        use(collector)
+        del collector
+        assert closed.wait(30)
+    finally:
+        gc.enable()
+
+
+class Above(torch.nn.Module):
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return (value > 0).long()
+
+
 class Closable(SamplingEnv):
     """Is closed when the test says so, and tells."""
 
@@ -82,6 +140,27 @@ def test_an_in_process_collector_that_is_dropped_closes_the_envs_that_it_made() 
     assert reference() is None
     Closable.may_close.set()
     assert Closable.closed.wait(60)
+
+
+@pytest.mark.parametrize("use", [lambda _: None, used, filling], ids=["unused", "used", "filling"])
+def test_an_in_process_collector_closes_its_envs_at_once(use: Callable[[Any], None]) -> None:
+    Closable.may_close.set()
+    Closable.closed.clear()
+    gc.disable()
+    try:
+        collector = dc.SyncDataCollector(
+            Closable,
+            torch.nn.Sequential(torch.nn.Linear(3, 1), torch.nn.Flatten(0), Above()),
+            frames_per_batch=4,
+            max_frames_per_traj=4,
+            replay_buffer=KeepingBuffer() if use is filling else None,
+        )
+        use(collector)
+        Closable.closed.clear()  # those of an evaluation may have been closed
+        del collector
+        assert Closable.closed.wait(30)
+    finally:
+        gc.enable()
 
 
 def test_one_that_fills_a_buffer_and_evaluates_closes_all_envs_too() -> None:
