@@ -233,6 +233,7 @@ class WithWorkers(Backend):
             replace(
                 known,
                 sync=self._options.sync,
+                staleness=getattr(self._options.staleness, "mode", ""),
                 has_weights=self._has_weights,
                 num_cores=num_cores,
                 load=self._load_of(num_cores, known) if are_here else 0.0,
