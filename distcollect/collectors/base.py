@@ -271,6 +271,12 @@ class DataCollectorBase(ABC):
     def _check_delivers(self) -> None:
         self._check_open()
         if self._background is not None:
+            if self._backend.is_over():
+                raise CollectorStateError(
+                    f"all total_frames={self.total_frames:,} are collected, and were added to the "
+                    "replay buffer since start(): sample from that; a loop over the collector, or "
+                    "next(), gets none of them"
+                )
             raise CollectorStateError(
                 "the collector fills its replay buffer in the background since start(): sample "
                 "from that, or end it by async_shutdown()"
