@@ -8,11 +8,12 @@ import signal
 import threading
 import time
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from helpers.envs import Counting
-from helpers.loopback_pool import loopback_collector
+from helpers.loopback_pool import loopback_collector, workers_of
 from helpers.waiting import eventually
 
 import distcollect as dc
@@ -45,8 +46,18 @@ def test_an_abandoned_batch_ends_at_the_next_step(error: type[BaseException]) ->
         Gated.permits.release(BEFORE)
         if error is KeyboardInterrupt:
             threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
-        with pytest.raises(error):
+        transport, calls = workers_of(collector).transport, []
+        call = transport.call
+        with (
+            patch.object(
+                transport, "call", lambda *args: calls.append(args[1].__name__) or call(*args)
+            ),
+            pytest.raises(error),
+        ):
             collector.next(timeout_s=0.5 if error is dc.BatchTimeout else 60)
+        # Where they are is asked while they still are there.
+        places = ["place"] * WORKERS if error is dc.BatchTimeout else []
+        assert calls[WORKERS:] == [*places, *["preempt"] * WORKERS]
         Gated.permits.release(WORKERS)  # for the steps that they are in
         num_lost = BEFORE + WORKERS
         eventually(lambda: collector.ledger.total.stepped == num_lost, 10)
