@@ -263,7 +263,8 @@ class Stats(_Figures, dict[str, Any]):
 
     Attributes:
         collector: name of its class.
-        elapsed_s: seconds since the first batch was requested.
+        elapsed_s: seconds since the first batch was requested; in a notebook without those between
+            the end of a cell and the next batch.
         frames: number of frames collected, with padding and with those of the run that was resumed.
         resumed_frames: how many of these are from the run that was resumed.
         total_frames: number of frames after which it ends; -1: it never ends.
@@ -290,6 +291,7 @@ class Stats(_Figures, dict[str, Any]):
         may_be_lost: at most this many more frames are lost, on hosts that vanished.
         sync: whether a batch is collected when it is requested.
         in_process: whether the collector steps its envs itself.
+        staleness: the mode of its :class:`~distcollect.Staleness`; "": it has none.
         has_weights: whether there are weights that can be published to workers.
         num_cores: number of cores that workers may keep busy on their hosts; 0 if unknown.
         load: how many threads beside the trainer's wanted one of these cores in the last minute; 0
@@ -315,6 +317,7 @@ class Stats(_Figures, dict[str, Any]):
     env_faults: Sequence[EnvFault] = ()
     sync: bool = False
     in_process: bool = False
+    staleness: str = ""
     has_weights: bool = False
     num_cores: int = 0
     load: float = 0.0

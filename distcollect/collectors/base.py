@@ -32,6 +32,7 @@ from distcollect.pool.publisher import Weights, WorkerIds
 from distcollect.pool.remote_calls import EnvCall
 from distcollect.results import Evaluation, LagStats, LedgerReport, Stats
 from distcollect.telemetry.bottleneck import Bottleneck, find_bottleneck
+from distcollect.telemetry.cells import rest_between_cells
 from distcollect.telemetry.display import summary
 from distcollect.telemetry.figures import checked_scalars
 from distcollect.telemetry.monitor import MonitorThread
@@ -124,6 +125,7 @@ class DataCollectorBase(ABC):
         self._stats_recorder = StatsRecorder(
             trace=monitor.trace, metrics=monitor.metrics, on_evaluation=monitor.evaluated
         )
+        rest_between_cells(self._stats_recorder)
         try:
             self._backend = self._backend_class(options, self._stats_recorder)
         except BaseException:
@@ -269,6 +271,12 @@ class DataCollectorBase(ABC):
     def _check_delivers(self) -> None:
         self._check_open()
         if self._background is not None:
+            if self._backend.is_over():
+                raise CollectorStateError(
+                    f"all total_frames={self.total_frames:,} are collected, and were added to the "
+                    "replay buffer since start(): sample from that; a loop over the collector, or "
+                    "next(), gets none of them"
+                )
             raise CollectorStateError(
                 "the collector fills its replay buffer in the background since start(): sample "
                 "from that, or end it by async_shutdown()"
@@ -704,8 +712,9 @@ class DataCollectorBase(ABC):
     def stats(self, workers: str = "aggregate") -> Stats:
         """Counts, rates and shares of time so far; also after :meth:`shutdown`.
 
-        Time is counted from the first batch to the last. The figures of a worker are updated with
-        each of its rollouts.
+        Time is counted from the first batch to the last, without that between the end of a cell of
+        a notebook and the next batch. The figures of a worker are updated with each of its
+        rollouts.
 
         Args:
             workers: which entries the result has as a dict: "aggregate", those of the collector;

@@ -133,6 +133,7 @@ class RPCDataCollector(DataCollectorBase):
     def _open(self, options: Any) -> None:
         super()._open(options)
         self._backend.updater.register_collector(self)
+        self._backend.ends_with(self)
 
     @property
     def num_workers(self) -> int:

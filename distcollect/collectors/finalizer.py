@@ -33,7 +33,7 @@ def _thread() -> SerialThread:
 
 
 class Finalizer:
-    """Calls a function once: when it is told to, when its owner is gone, or at exit."""
+    """Calls a function once: when it is told to, when an owner is gone, or at exit."""
 
     def __init__(self, owner: object, close: Callable[[], None], limit_s: float) -> None:
         """Wait for that.
@@ -50,6 +50,10 @@ class Finalizer:
         self._has_begun = False
         self._answer: Future[None] = Future()
         _open.add(self)
+        self.add_owner(owner)
+
+    def add_owner(self, owner: object) -> None:
+        """Close also when ``owner`` is gone, to which ``close`` must not refer either."""
         # At exit, which nobody waits for here, _close_all() does it. In a forked child the thread
         # does not run.
         weakref.finalize(owner, self._thread.put, self._run).atexit = False

@@ -473,12 +473,16 @@ class Prioritized(WrappedBuffer):
             How many frames were still there; the others were overwritten since they were sampled.
 
         Raises:
-            ArgumentError: a priority is NaN or infinite; nothing has changed.
+            ArgumentError: a priority is NaN or infinite, or ``samples`` has none; nothing has
+                changed.
         """
-        of_entry = {
-            name: samples[name].detach().cpu().reshape(len(samples), -1)
-            for name in ("index", "generation", self._key)
-        }
+        names = "index", "generation", self._key
+        if missing := [name for name in names if samples.get(name, None) is None]:
+            raise ArgumentError(
+                f"update_tensordict_priority(): there is no {missing} in what was passed: take "
+                f"what sample() gave, and set its {self._key!r} (the priority_key of Prioritized)"
+            )
+        of_entry = {name: samples[name].detach().cpu().reshape(len(samples), -1) for name in names}
         priority = of_entry[self._key].abs().amax(1).double()
         if not priority.isfinite().all():
             raise ArgumentError(f"{self._key!r} has a NaN or an infinity, so it is no priority")

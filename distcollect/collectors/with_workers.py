@@ -165,6 +165,10 @@ class WithWorkers(Backend):
         self._handover_receiver = HandoverReceiver(workers.transport)
         workers.attach(self.pool)
 
+    def ends_with(self, collector: object) -> None:
+        """End when ``collector`` is gone: at once, though parts of this refer to each other."""
+        self._stop.add_owner(collector)
+
     def _own_module(self) -> nn.Module | None:
         """What is published if the user gives no weights; None: only the user has them."""
         options = self._options
@@ -229,6 +233,7 @@ class WithWorkers(Backend):
             replace(
                 known,
                 sync=self._options.sync,
+                staleness=getattr(self._options.staleness, "mode", ""),
                 has_weights=self._has_weights,
                 num_cores=num_cores,
                 load=self._load_of(num_cores, known) if are_here else 0.0,

@@ -392,6 +392,7 @@ class Pool(MembershipObserver):
 
     def _gather(self, wanted: Wanted, timeout_s: float, keep_s: float = 0.0) -> Delivery:
         signals.check()
+        awaited = ""
         try:
             self._loop.do(self._want, wanted, keep_s)
             rest_s = timeout_s
@@ -400,18 +401,18 @@ class Pool(MembershipObserver):
                 if not self._await(lambda: self._delivery is not None, self._plan.deadline_s):
                     # Then the workers deliver what they have.
                     self._loop.do(self._core.end_early)
-            self._await(lambda: self._delivery is not None, rest_s)
+            if not self._await(lambda: self._delivery is not None, rest_s):
+                awaited = self._awaited()  # now: next, the workers may be told to end
         except BaseException:
-            delivery, *_ = self._loop.do(self._cancel)
-            if delivery is not None:
+            if (delivery := self._loop.do(self._cancel)) is not None:
                 self.given_up(delivery, "given_up")
             raise
         delivery, self._delivery = self._delivery, None
         if delivery is None:  # unless it comes just now
-            delivery, awaited, late = self._loop.do(self._cancel)
+            delivery = self._loop.do(self._cancel)
         if delivery is None:
             raise BatchTimeout(
-                f"no batch within {timeout_s:g} s; waited for {awaited}{self._places(late)}. "
+                f"no batch within {timeout_s:g} s; waited for {awaited}. "
                 "Faults(batch_timeout_s=...) gives them longer"
             )
         self._stats_recorder.switch_to("assemble")
@@ -429,20 +430,21 @@ class Pool(MembershipObserver):
         self._delivery = Delivery(requests, taken)
         self._wake_user()
 
-    def _places(self, worker_ids: Sequence[int]) -> str:
-        """Say where the first of these workers are, if they answer at once."""
-        answers = {w: self.call(w, WorkerService.place) for w in worker_ids[:_NUM_PLACES]}
-        late = missing(answers, _PLACES_S)
-        told = {w: a.result() for w, a in answers.items() if w not in late and not a.exception()}
-        return "".join(f"; worker {w} is in {place}" for w, place in told.items())
+    def _awaited(self) -> str:
+        """Say which workers the user waits for, and where the first of them are, if they answer."""
+        with self._loop.reading():
+            awaited, late = self._core.awaited
+        answers = {w: self.call(w, WorkerService.place) for w in late[:_NUM_PLACES]}
+        silent = missing(answers, _PLACES_S)
+        told = {w: a.result() for w, a in answers.items() if w not in silent and not a.exception()}
+        return awaited + "".join(f"; worker {w} is in {place}" for w, place in told.items())
 
-    def _cancel(self) -> tuple[Delivery | None, str, list[int]]:
-        """The user waits no longer; return the batch if it came, or else whom it waited for."""
+    def _cancel(self) -> Delivery | None:
+        """The user waits no longer; return the batch if it came."""
         delivery, self._delivery = self._delivery, None
-        awaited = ("", []) if delivery is not None else self._core.awaited
         if delivery is None:
             self._core.batch_cancelled()
-        return delivery, *awaited
+        return delivery
 
     def delivered(self, delivery: Delivery, counts: Sequence[Sequence[VersionFrames]]) -> None:
         """The user has a batch; ``counts``: the frames of each rollout by their version.

@@ -217,8 +217,7 @@ class PoolCore:
             Exception: what ``arguments`` raises; then nothing has changed.
         """
         call = self._setup_calls.begin(method, arguments)
-        self._preempt()
-        self.requests.give_up_all()
+        self._give_up_all()
         if method is WorkerService.seed:
             self.slots.restart_turns()
         return call
@@ -287,6 +286,11 @@ class PoolCore:
     def _preempt(self) -> None:
         for request in self.requests.preempt_all():
             self.call(request.slot, WorkerService.preempt, request.number)
+
+    def _give_up_all(self) -> None:
+        """Deliver nothing that was requested until now; the workers are soon free again."""
+        self._preempt()
+        self.requests.give_up_all()
 
     def _move_here(self, request: RolloutRequest) -> None:
         request.asked_at = self._clock()
@@ -384,7 +388,7 @@ class PoolCore:
         """The user waits no longer, though the batch is not there."""
         if self.wanted is Wanted.ALL:
             # If it came later it would be older than the request for the next batch.
-            self.requests.give_up_all()
+            self._give_up_all()
         self.wanted = self._chosen = None
 
     def settle_delivered(self, requests: Sequence[RolloutRequest], cause: str | None) -> None:

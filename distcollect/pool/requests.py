@@ -37,7 +37,7 @@ from distcollect.transport.protocol import CollectRequest, Offer
 log = logging.getLogger(__name__)
 
 _R = RolloutState
-# Dropped rollouts of one version after which a worker is taken to get no newer weights.
+# Rollouts dropped in a row after which a worker is taken to deliver nothing.
 _STUCK = 10
 _SETTLED = (_R.DELIVERED, _R.GIVEN_UP)
 
@@ -87,7 +87,9 @@ class Requests:
         self._throughput: dict[int, WorkerThroughput] = {}
         # (worker_id, incarnation) of a process that is gone: frames of its unanswered requests.
         self._unaccounted: dict[tuple[int, int], int] = {}
-        self._stuck: dict[int, tuple[int, int]] = {}  # by worker_id: a version, how many were stale
+        # By worker_id, the versions of its rollouts that were too old since one was delivered;
+        # None: it was warned of.
+        self._too_old: dict[int, list[int] | None] = {}
 
     # Where rollouts are.
 
@@ -241,6 +243,8 @@ class Requests:
             request.is_referred = True
         else:
             self._become(request, _R.DELIVERED)
+        if too_old := self._too_old.get(request.worker_id):
+            too_old.clear()
         if self._pacer is not None:
             self._pacer.delivered(request)
         if self._plan.in_turn:
@@ -290,17 +294,30 @@ class Requests:
         """Count it; warn once of a worker whose rollouts are all too old."""
         worker_id, version = request.worker_id, request.version
         self.stale_frames[worker_id] += num_frames
-        before, count = self._stuck.get(worker_id, (version, 0))
-        if count < _STUCK:
-            count = count + 1 if before == version else 1
-            self._stuck[worker_id] = version, count
-            if count == _STUCK:
-                log.warning(
-                    "%d rollouts of worker %d were dropped as too old: it still has version %d of "
-                    "the weights. Does its WeightUpdater leave it out? "
-                    "update_policy_weights_(...).left_out says why a worker does not get them",
-                    *(_STUCK, worker_id, version),
-                )
+        versions = self._too_old.setdefault(worker_id, [])
+        if versions is None:
+            return
+        versions.append(version)
+        if len(versions) < _STUCK:
+            return
+        self._too_old[worker_id] = None
+        if versions[_STUCK // 2] == version:
+            why = (
+                f"it still has version {version} of the weights. Does its WeightUpdater "
+                "leave it out? update_policy_weights_(...).left_out says why a worker does not get "
+                "them"
+            )
+        else:
+            waits = "" if self._pacer else "mode='pace', which waits for slow workers, or "
+            why = (
+                "more versions are published while it collects one than Staleness allows. Use "
+                f"{waits}a higher bound, publish less often, or make rollouts shorter "
+                "(frames_per_batch)"
+            )
+        log.warning(
+            "%d rollouts in a row of worker %d were dropped as too old: %s",
+            *(_STUCK, worker_id, why),
+        )
 
     def is_stale(self, request: RolloutRequest, bound: Staleness) -> bool:
         """Return True if it waits for delivery and is older than ``bound`` allows."""

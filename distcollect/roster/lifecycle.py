@@ -474,13 +474,13 @@ class Lifecycle(HostEvents):
         del self.processes[process.key]
         worker_id = process.worker_id
         left = self._membership.state(worker_id) is WorkerState.LEFT
-        failure, cause = process.death(left=left), process.cause(left=left)
+        stopping = self._status.is_stopping
+        failure, cause = process.death(left=left), process.cause(left=left, stopping=stopping)
         self._deaths[worker_id] = message_of(failure)
         self._publish()  # first: who waits for ends looks at the states
         self._status.ends.note(worker_id, WorkerEnd(failure, is_hang=cause == "hung"))
-        stopping = self._status.is_stopping
         stepped = None if process.exit is None else process.exit.stepped
-        self._observer.account(*process.key, "shut_down" if stopping else cause, stepped)
+        self._observer.account(*process.key, cause, stepped)
         if stopping:
             return
         if self._status.is_starting and self._is_first(worker_id):

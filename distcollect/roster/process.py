@@ -7,7 +7,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from distcollect.common.process_exit import ProcessExit
-from distcollect.errors import DeadlineError, DistCollectError, WorkerError, WorkerLost
+from distcollect.errors import (
+    DeadlineError,
+    DistCollectError,
+    EnvError,
+    PolicyError,
+    WorkerError,
+    WorkerLost,
+)
 from distcollect.net.server import Connection
 from distcollect.roster.membership import WorkerPhase
 from distcollect.transport.worker_service import WorkerInfo
@@ -94,8 +101,19 @@ class Process:
             "Faults(start_timeout_s=...) gives longer"
         )
 
-    def cause(self, *, left: bool) -> str:
-        """The name of the cause of its end in the ledger; ``left``: it left on purpose."""
+    def cause(self, *, left: bool, stopping: bool = False) -> str:
+        """The name of the cause of its end in the ledger.
+
+        Args:
+            left: it left on purpose.
+            stopping: the run is over. What the user's code raised before counts nevertheless.
+        """
+        if isinstance(self.failure, PolicyError):
+            return "policy_failed"
+        if isinstance(self.failure, EnvError):
+            return "env_failed"
+        if stopping:
+            return "shut_down"
         if left:
             return "left"
         if self.is_retired:

@@ -16,6 +16,8 @@ _WORTHWHILE = 0.1
 _MANY = 10  # times the present number of workers
 # A stepping thread that uses less of a CPU waits for something else, and leaves room for others.
 _BUSY_CPU = 0.7
+# A worker that loses more than this share of its frames, as they are too old, is named.
+_LOSES_MANY = 0.5
 # A worker that is busier than the mean by this factor holds the others up.
 _STRAGGLER = 1.5
 # The beginning of a run is mostly warm-up.
@@ -55,7 +57,7 @@ def find_bottleneck(stats: Stats) -> Bottleneck:
     shares = _shares(stats)
     bound = _bound(shares)
     waits = shares["env"] + shares["policy"]
-    wanted = _more_workers(stats, waits)
+    wanted = 0 if bound == "policy" and _queues(stats) else _more_workers(stats, waits)
     names = {"network": "frames"} if stats.in_process else {}
     parts = ", ".join(
         f"{names.get(name, name)} {share:.0%}"
@@ -65,7 +67,7 @@ def find_bottleneck(stats: Stats) -> Bottleneck:
     by, advice = _in_words(bound, stats)
     sentence = f"Bound by {by} (of the time: {parts}). {advice} "
     rest = waits if bound not in ("env", "policy") else None
-    sentence += _on_workers(wanted, stats, rest) + _on_lag(stats)
+    sentence += _on_workers(wanted, stats, rest) + _on_lag(stats) + _on_staleness(stats)
     if stats.inference_choice:
         sentence += f" {stats.inference_choice}."
     if stats.elapsed_s < _BRIEF_S:
@@ -102,6 +104,8 @@ def _shares(stats: Stats) -> dict[str, float]:
 
 def _idle_while_wanted(stats: Stats) -> float:
     """Share of the workers' time in which they waited while the trainer waited for rollouts."""
+    if _is_paced(stats):
+        return 0.0  # they wait for their turn
     wait = stats.times.wait
     if stats.sync:
         # Workers also wait while the trainer does something else.
@@ -123,7 +127,7 @@ def _collecting(stats: Stats) -> dict[int, WorkerStats]:
 def _more_workers(stats: Stats, waits: float) -> float:
     """How many more workers would help, if the trainer waits for this share of its time."""
     num_workers = max(1, len(_collecting(stats)))
-    if waits <= _WORTHWHILE:
+    if waits <= _WORTHWHILE or _is_paced(stats):
         return 0
     others = 1 - waits
     if stats.sync and not stats.in_process:
@@ -172,9 +176,27 @@ def _on_policy(served: InferenceStats) -> tuple[str, str]:
         )
     queued, computed = served.queue_s * 1e3, served.forward_s * 1e3
     return f"the inference server: {queued:.2g} of {queued + computed:.2g} ms queued", (
-        "Fewer workers help, a smaller or compiled policy, a GPU for it (policy_device), or more "
-        "threads (Inference(num_threads=...))."
+        "A smaller or compiled policy helps, a GPU for it (policy_device), or more threads "
+        "(Inference(num_threads=...))."
     )
+
+
+def _queues(stats: Stats) -> bool:
+    """Return True if an inference server has no time for more workers."""
+    return stats.inference.queue_s > stats.inference.forward_s
+
+
+def _cpu(stats: Stats) -> float:
+    """The share of a CPU that a worker uses while it does not wait for an inference server."""
+    times = stats.times
+    served = times.policy if stats.inference.num_answers else 0.0
+    own, busy = 1 - times.wait - served, 1 - times.wait
+    return min(1.0, times.cpu * busy / own) if own > 0 else times.cpu
+
+
+def _is_paced(stats: Stats) -> bool:
+    """Return True if workers wait so that their frames don't get too old."""
+    return stats.staleness == "pace" and min(stats.times.wait, stats.trainer.collect) > _WORTHWHILE
 
 
 def _advice_on_envs(stats: Stats) -> str:
@@ -189,9 +211,9 @@ def _advice_on_envs(stats: Stats) -> str:
             f"Worker {slowest} holds the others up: give it less to do, or set "
             "preemptive_threshold."
         )
-    if stats.times.cpu < _BUSY_CPU:
+    if (cpu := _cpu(stats)) < _BUSY_CPU:
         return (
-            f"Their threads use a CPU for {stats.times.cpu:.0%} of that time only: the envs wait "
+            f"Their threads use a CPU for {cpu:.0%} of that time only: the envs wait "
             "for something, or others take the CPU."
         )
     return "Faster envs help."
@@ -224,13 +246,36 @@ def _on_lag(stats: Stats) -> str:
             "update_policy_weights_() sends them newer weights."
         )
     num_workers = len(_collecting(stats))
-    if stats.sync or not stats.lag.max or stats.mean_ready < max(1.0, num_workers / 2):
+    if (
+        stats.sync
+        or stats.staleness
+        or not stats.lag.max
+        or stats.mean_ready < max(1.0, num_workers / 2)
+    ):
         return ""
     return (
         f" Frames lag by {stats.lag.mean:.1f} versions on average because the workers are ahead of "
         f"the trainer: {stats.mean_ready:.1f} rollouts waited when it asked for one. Fewer workers "
         "or Staleness(max_policy_lag=...) make the lag smaller."
     )
+
+
+def _on_staleness(stats: Stats) -> str:
+    """What to say if the bound on staleness costs workers their time or their frames."""
+    for worker_id, worker in stats.workers.items():
+        too_old, known = worker.lost.get("stale", 0), worker.frames + worker.num_lost
+        if too_old > _LOSES_MANY * known:
+            waits = "" if stats.staleness == "pace" else "Staleness(mode='pace') waits for it. "
+            return (
+                f" {too_old / known:.0%} of the frames of worker {worker_id} were dropped as too "
+                f"old. {waits}A higher bound helps, or shorter rollouts."
+            )
+    if _is_paced(stats):
+        return (
+            f" Workers are idle for {stats.times.wait:.0%} of the time, lest frames get older than "
+            "Staleness allows: a higher bound keeps them busy."
+        )
+    return ""
 
 
 def _others(stats: Stats) -> int:
@@ -244,7 +289,7 @@ def _room(stats: Stats) -> float:
     if others := _others(stats):
         num_workers = 0 if stats.in_process else len(_collecting(stats))
         return max(0, stats.num_cores - others - num_workers)
-    if not stats.num_cores or stats.times.cpu < _BUSY_CPU:
+    if not stats.num_cores or _cpu(stats) < _BUSY_CPU:
         return math.inf
     each = stats.times.cpu * (1 - stats.times.wait)  # cores that a worker keeps busy
     num_workers = 0 if stats.in_process else len(_collecting(stats))
@@ -273,7 +318,7 @@ def _on_workers(wanted: float, stats: Stats, rest: float | None) -> str:
     workers = "worker" if count == "about 1" else "workers"
     num_workers = 0 if stats.in_process else len(_collecting(stats))
     where = "" if more == wanted else f": {stats.num_cores} cores have no room for others"
-    if 0 < stats.num_cores < num_workers + more and stats.times.cpu < _BUSY_CPU:
+    if 0 < stats.num_cores < num_workers + more and _cpu(stats) < _BUSY_CPU:
         where = f", unless other processes keep the {stats.num_cores} cores busy"
     if stats.in_process:
         return f"A collector with workers could use {count} of them{where}."

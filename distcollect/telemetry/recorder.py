@@ -32,7 +32,7 @@ from distcollect.results import (
 from distcollect.rollout.header import Header, WorkReport
 from distcollect.telemetry.trace import PushTimes, Trace
 
-Activity = Literal["train", "collect", "weights", "transfer", "assemble"]
+Activity = Literal["train", "collect", "weights", "transfer", "assemble", "idle"]
 
 _SUMS = [
     name for name in WorkReport.__annotations__ if name.endswith("_ns") or name.startswith("num_")
@@ -56,6 +56,7 @@ class _Tally:
         counts: the times of a WorkReport and "transfer_ns", in which its rollouts were being
             fetched; and by their names in WorkerStats, what is only counted.
         sums: what is still to be added to them, of WorkReports.
+        rested_ns: for how long the user had rested when its last rollout came.
     """
 
     metrics: dict[str, deque[float]]
@@ -63,6 +64,7 @@ class _Tally:
     lags: Counter[int] = field(default_factory=Counter)
     counts: Counter[str] = field(default_factory=Counter)
     sums: list[int] = field(default_factory=lambda: [0] * len(_SUMS))
+    rested_ns: int = 0
 
 
 class _Mark(NamedTuple):
@@ -102,6 +104,7 @@ class StatsRecorder:
         self._activity: Activity | None = None  # before the first batch, and at the end
         self._since = 0
         self._spent: Counter[str] = Counter()
+        self._rested_ns = 0  # that is in none of these
         self._has_ended = False
         self._marks: deque[_Mark] = deque()
         # Of the last episodes of all workers.
@@ -141,6 +144,12 @@ class StatsRecorder:
                 if interrupted is not None and self._activity == "weights":
                     self._switch(interrupted)
 
+    def rest(self) -> None:
+        """The user's cell has ended: no time counts before the next batch is requested."""
+        with self._lock:
+            if self._activity == "train":
+                self._switch("idle")
+
     def end(self) -> None:
         """No more batches are requested. A second call does nothing."""
         with self._lock:
@@ -154,6 +163,10 @@ class StatsRecorder:
         now = self._clock()
         if self._activity is None:
             self._marks.append(_Mark(now, {}))
+        elif self._activity == "idle":
+            rested_ns = now - self._since
+            self._rested_ns += rested_ns
+            self._marks = deque(mark._replace(at=mark.at + rested_ns) for mark in self._marks)
         else:
             self._spent[self._activity] += now - self._since
             if self._trace is not None:
@@ -177,6 +190,12 @@ class StatsRecorder:
         work = header.work
         with self._lock:
             tally = self._tally(header.worker_id)
+            rested_ns = self._rested_ns
+            if self._activity == "idle":
+                rested_ns += self._clock() - self._since
+            if rested_ns != tally.rested_ns:  # meanwhile the worker had to wait
+                wait_ns = max(0, work.wait_ns - (rested_ns - tally.rested_ns))
+                work, tally.rested_ns = work._replace(wait_ns=wait_ns), rested_ns
             tally.sums = [*map(add, tally.sums, _sums_of(work))]
             tally.counts["num_episodes"] += len(work.returns)
             self._faults.extend(header.faults)
@@ -274,9 +293,10 @@ class StatsRecorder:
             evaluating: ids of the workers that collect nothing, but evaluate.
         """
         with self._lock:
-            now = self._since if self._has_ended else self._clock()
+            is_resting = self._has_ended or self._activity == "idle"
+            now = self._since if is_resting else self._clock()
             spent = self._spent.copy()
-            if self._activity is not None:
+            if self._activity is not None and not is_resting:
                 spent[self._activity] += now - self._since
             elapsed_s = spent.total() / 1e9
             fates = ledger.workers if ledger else {}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -49,6 +51,64 @@ def test_an_argument_that_refers_to_the_collector(monkeypatch: pytest.MonkeyPatc
     assert closed.wait(60)
 
 
+class Policy(torch.nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(size, 1)
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        return (self.layer(observation) > 0).long().flatten()
+
+
+@pytest.fixture
+def _no_gc() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def used(collector: Any) -> None:
+    for _ in range(2):
+        collector.next()
+        collector.update_policy_weights_()
+    collector.evaluate(1)
+    str(collector.stats())
+    with contextlib.suppress(dc.BatchTimeout):
+        collector.next(timeout_s=1e-6)
+
+
+def filling(collector: Any) -> None:
+    collector.start()
+    eventually(lambda: len(collector.replay_buffer.added) > 2)
+
+
+USES = pytest.mark.parametrize("use", [str, used, filling])
+KINDS = [dc.RPCDataCollector, dc.MultiSyncDataCollector, dc.MultiaSyncDataCollector]
+
+
+@USES
+@pytest.mark.parametrize("kind", [*KINDS, dc.aSyncDataCollector])
+@pytest.mark.usefixtures("_no_gc")
+def test_one_that_nobody_refers_to_ends_at_once(
+    kind: Any, use: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not only when the garbage collector comes, long after a cell of a notebook was run again."""
+    monkeypatch.setattr(gc, "freeze", lambda: None)
+    collector: Any = loopback_collector(
+        "CartPole-v1" if kind is dc.aSyncDataCollector else ["CartPole-v1"],
+        Policy(4),
+        frames_per_batch=8,
+        kind=kind,
+        normalize=dc.Normalize(),
+        replay_buffer=KeepingBuffer() if use is filling else None,
+    )
+    workers, closed = workers_of(collector), threading.Event()
+    close, workers.close = workers.close, lambda: (close(), closed.set())
+    use(collector)
+    del collector
+    assert closed.wait(30)
+
+
 class Closable(SamplingEnv):
     """Is closed when the test says so, and tells."""
 
@@ -82,6 +142,23 @@ def test_an_in_process_collector_that_is_dropped_closes_the_envs_that_it_made() 
     assert reference() is None
     Closable.may_close.set()
     assert Closable.closed.wait(60)
+
+
+@USES
+@pytest.mark.usefixtures("_no_gc")
+def test_an_in_process_collector_closes_its_envs_at_once(use: Callable[[Any], None]) -> None:
+    Closable.may_close.set()
+    collector = dc.SyncDataCollector(
+        Closable,
+        Policy(3),
+        frames_per_batch=4,
+        max_frames_per_traj=4,
+        replay_buffer=KeepingBuffer() if use is filling else None,
+    )
+    use(collector)
+    Closable.closed.clear()
+    del collector
+    assert Closable.closed.wait(30)
 
 
 def test_one_that_fills_a_buffer_and_evaluates_closes_all_envs_too() -> None:

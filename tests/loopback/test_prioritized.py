@@ -175,6 +175,12 @@ def test_it_is_used_as_torchrls_is() -> None:
         (lambda: dc.Prioritized(Ring(8), alpha=-1), "alpha=-1.*0 or more"),
         (lambda: dc.Prioritized(Ring(8)).sample(), "give batch_size"),
         (lambda: dc.Prioritized(Ring(8)).update_priority([0], 1.0), "by update_tensordict_priori"),
+        (
+            lambda: dc.Prioritized(Ring(8), priority_key="error").update_tensordict_priority(
+                frames(0)
+            ),
+            r"no \['index', 'generation', 'error'\] in what was passed.*its 'error'",
+        ),
         (lambda: dc.Prioritized(NoIndices(8)).extend(frames(0)), "returned None.* indices"),
     ],
 )

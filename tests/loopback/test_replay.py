@@ -200,6 +200,19 @@ def test_two_collectors_fill_a_buffer() -> None:
 
 
 @BOTH
+def test_a_loop_over_one_that_has_filled_its_buffer_says_where_the_frames_are(
+    collector_of: Any,
+) -> None:
+    with collector_of(Buffer(), total_frames=2 * FRAMES) as collector:
+        collector.start()
+        eventually(lambda: not collector.is_running)
+        with pytest.raises(
+            dc.CollectorStateError, match=rf"all total_frames={2 * FRAMES} .* were added to the"
+        ):
+            next(iter(collector))
+
+
+@BOTH
 def test_too_few_frames_ever(collector_of: Any) -> None:
     buffer = dc.RateLimited(Buffer(), 1.0, min_size=3 * FRAMES)
     collector = collector_of(buffer, total_frames=2 * FRAMES)

@@ -19,6 +19,7 @@ import cloudpickle
 import gymnasium as gym
 import numpy as np
 import pytest
+import torch
 from gymnasium import spaces
 from helpers.bad_launches import free_port
 from helpers.descendants import signal_all
@@ -441,6 +442,42 @@ def test_a_worker_that_joins_finds_what_stands_in_its_folder(
             collector.next()
     assert joined.wait(END_S) == 0
     assert marked.gone(END_S), marked.left()
+
+
+@pytest.mark.parametrize(
+    ("fails", "error", "cause"),
+    [("policy", dc.PolicyError, "policy_failed"), ("env", dc.EnvError, "env_failed")],
+)
+def test_the_ledger_names_what_the_users_code_raised(
+    fails: str, error: type[Exception], cause: str
+) -> None:
+    calls: list[None] = []
+
+    def check(what: str) -> None:
+        calls.extend([None] * (what == fails))
+        if len(calls) > 7:
+            raise ValueError("broken")
+
+    def policy(observation: torch.Tensor) -> torch.Tensor:
+        check("policy")
+        return torch.zeros(len(observation), dtype=torch.int64)
+
+    class Env(gym.Wrapper):
+        def __init__(self) -> None:
+            super().__init__(gym.make("CartPole-v1"))
+
+        def step(self, action: Any) -> Any:
+            check("env")
+            return super().step(action)
+
+    collector = dc.MultiSyncDataCollector(
+        [Env], policy, frames_per_batch=20, faults=dc.Faults(max_env_faults=0)
+    )
+    with pytest.raises(error, match="broken"):
+        collector.next()
+    total = collector.ledger.total
+    assert total.lost == {cause: total.stepped}
+    assert total.stepped > 0
 
 
 def test_what_nobody_can_tell_of_at_the_end_is_in_the_ledger(

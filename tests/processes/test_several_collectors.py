@@ -102,9 +102,10 @@ def test_they_open_and_close_in_any_order(marked: Marked) -> None:
     forgotten = evaluating(policy)
     forgotten.next()
     its_process = pids(forgotten)
+    gc.disable()
     del forgotten
-    gc.collect()
     eventually(lambda: not set(its_process) & set(marked.pids()), WAIT_S)
+    gc.enable()
     third.next()
     third.update_policy_weights_(policy)
     third.shutdown()

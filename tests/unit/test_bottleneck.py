@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 
-from distcollect.results import Lags, Stats, TrainerTimes, WorkerStats, WorkerTimes
+from distcollect.results import (
+    InferenceStats,
+    Lags,
+    Stats,
+    TrainerTimes,
+    WorkerStats,
+    WorkerTimes,
+)
 from distcollect.telemetry.bottleneck import find_bottleneck
 
 BUSY = WorkerTimes(env=0.9, policy=0.05, other=0.05, cpu=0.2)
@@ -73,6 +80,64 @@ def test_it_says_when_workers_that_are_ahead_make_the_lag() -> None:
         replace(ahead, in_process=True),
     ):
         assert "lag" not in find_bottleneck(other).sentence
+
+
+def test_workers_that_wait_for_their_turn_are_no_round_trips() -> None:
+    """Mode "pace" lets few collect at a time; more of them would wait, too."""
+    waiting = WorkerTimes(env=0.3, policy=0.1, wait=0.6)
+    paced = run(TrainerTimes(train=0.1, collect=0.9), waiting, staleness="pace")
+    found = find_bottleneck(paced)
+    assert (found.bound, found.more_workers) == ("env", 0)
+    assert found.sentence.endswith(
+        "More workers would not help. Workers are idle for 60% of the time, lest frames get older "
+        "than Staleness allows: a higher bound keeps them busy."
+    )
+    assert find_bottleneck(replace(paced, staleness="")).bound == "network"
+    busy = replace(paced, times=BUSY)
+    assert "idle" not in find_bottleneck(busy).sentence
+    assert find_bottleneck(busy).more_workers > 0
+
+
+@pytest.mark.parametrize("mode", ["pace", "drop", "mask"])
+def test_who_has_bounded_the_lag_is_not_told_to(mode: str) -> None:
+    ahead = run(TrainerTimes(train=1.0), WorkerTimes(wait=1.0), lag=Lags({3: 8}), mean_ready=3.0)
+    assert "Staleness" in find_bottleneck(replace(ahead, policy_version=9)).sentence
+    bounded = replace(ahead, policy_version=9, staleness=mode)
+    assert "Staleness" not in find_bottleneck(bounded).sentence
+
+
+def test_a_worker_whose_frames_are_too_old_is_named() -> None:
+    stats = run(TrainerTimes(collect=1.0), BUSY, staleness="drop")
+    starved = WorkerStats(frames=10, times=BUSY, lost={"stale": 90})
+    stats = replace(stats, workers={**stats.workers, 1: starved})
+    says = "90% of the frames of worker 1 were dropped as too old. "
+    assert says + "Staleness(mode='pace') waits for it. A" in find_bottleneck(stats).sentence
+    assert says + "A higher" in find_bottleneck(replace(stats, staleness="pace")).sentence
+    some = replace(starved, frames=100)
+    stats = replace(stats, workers={**stats.workers, 1: some})
+    assert "too old" not in find_bottleneck(stats).sentence
+
+
+def test_an_inference_server_that_queues_needs_no_more_workers() -> None:
+    served = InferenceStats(num_answers=100, queue_s=0.009, forward_s=0.001)
+    times = WorkerTimes(policy=0.8, env=0.2, cpu=0.2)
+    stats = run(TrainerTimes(collect=1.0), times, inference=served)
+    found = find_bottleneck(stats)
+    assert (found.bound, found.more_workers) == ("policy", 0)
+    assert "9 of 10 ms queued" in found.sentence
+    assert found.sentence.endswith("More workers would not help.")
+    idle = replace(stats, inference=replace(served, queue_s=0.0001))
+    assert find_bottleneck(idle).more_workers > 0
+    assert "ewer workers" not in find_bottleneck(idle).sentence
+
+
+def test_envs_that_compute_do_not_wait_while_an_inference_server_does() -> None:
+    served = InferenceStats(num_answers=100, queue_s=0.001, forward_s=0.001)
+    times = WorkerTimes(policy=0.4, env=0.6, cpu=0.6)
+    stats = run(TrainerTimes(collect=1.0), times, inference=served)
+    assert "Faster envs help." in find_bottleneck(stats).sentence
+    own = find_bottleneck(replace(stats, inference=InferenceStats()))
+    assert "use a CPU for 60%" in own.sentence
 
 
 def test_it_says_when_no_weights_were_published() -> None:

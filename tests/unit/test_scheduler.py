@@ -90,9 +90,46 @@ def test_a_worker_that_gets_no_weights_is_named_once(caplog: pytest.LogCaptureFi
         play.come(1)
         play.come(0, version - 1)
         play.come(0, version)
-    assert [record.getMessage()[:63] for record in caplog.records] == [
-        "10 rollouts of worker 1 were dropped as too old: it still has v"
-    ]
+    [record] = caplog.records
+    assert record.getMessage().startswith(
+        "10 rollouts in a row of worker 1 were dropped as too old: it still has version 0 of the"
+    )
+
+
+def test_a_worker_that_is_too_slow_for_the_bound_is_named_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Each rollout of worker 1 begins with the newest weights, and takes it two versions."""
+    play = Play(AHEAD, 2, staleness=Staleness(max_policy_lag=1, mode="drop"))
+    version = 0
+    for _ in range(30):
+        play.want()
+        begun_with = version
+        for _ in range(2):
+            version += 1
+            play.publish(version, [0, 1])
+            play.acknowledge(0, version)
+            play.acknowledge(1, version)
+            play.come(0, version)
+            play.want()
+        play.come(1, begun_with)
+    assert {w: bool(n) for w, n in play.core.requests.stale_frames.items()} == {0: False, 1: True}
+    [record] = caplog.records
+    assert record.getMessage().startswith("10 rollouts in a row of worker 1 were dropped")
+    assert "mode='pace'" in record.getMessage()
+
+
+def test_a_worker_of_which_some_rollouts_are_dropped_is_not_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    play = Play(AHEAD, 1, staleness=Staleness(max_policy_lag=0, mode="drop"))
+    for version in range(1, 60):
+        play.want()
+        play.publish(version, [0])
+        play.acknowledge(0, version)
+        play.come(0, version - 1 if version % 10 else version)
+    assert play.core.requests.stale_frames[0] > 40 * FRAMES
+    assert not caplog.records
 
 
 def test_where_a_batch_needs_fewer_workers_than_there_are_each_gets_its_turn() -> None:

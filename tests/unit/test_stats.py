@@ -5,7 +5,10 @@ from __future__ import annotations
 import gc
 import math
 import re
+import sys
 import threading
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,6 +32,7 @@ from distcollect.results import (
 from distcollect.rollout.header import NO_WORK, Header, WorkReport
 from distcollect.rollout.layout import Layout
 from distcollect.rollout.slab import Slab
+from distcollect.telemetry.cells import rest_between_cells
 from distcollect.telemetry.exporters import StatsCollector
 from distcollect.telemetry.recorder import StatsRecorder
 from distcollect.telemetry.step_timer import Episodes
@@ -141,6 +145,45 @@ def test_the_trainers_time_is_split_by_what_it_did() -> None:
     stats = snapshot(stats_recorder)
     assert stats.trainer == TrainerTimes(0.2, 0.4, 0.1, 0.2, 0.1)
     assert stats.elapsed_s == 10
+
+
+def test_between_the_end_of_a_cell_and_the_next_batch_no_time_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither as the trainer's work, nor as a wait of the workers, nor in the rates."""
+    cell_ended: list[Callable[[object], None]] = []
+    events = SimpleNamespace(register=lambda name, call: cell_ended.append(call))
+    shell = SimpleNamespace(events=events)
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    clock = Clock()
+    stats_recorder = StatsRecorder(clock)
+    rest_between_cells(stats_recorder)
+
+    def batch(wait_s: int) -> None:
+        stats_recorder.switch_to("collect")
+        clock.now += 3 * S
+        stats_recorder.collected(header(work=WorkReport(3 * S, wait_ns=wait_s * S)))
+        stats_recorder.delivered([(0, 0, 30)])
+        stats_recorder.switch_to("train")
+
+    batch(0)
+    clock.now += S
+    batch(1)
+    cell_ended[0](object())
+    before = snapshot(stats_recorder)
+    clock.now += 1000 * S
+    assert snapshot(stats_recorder) == before
+    assert before.elapsed_s == 7
+    batch(1000)
+    clock.now += S
+    batch(1)
+    stats_recorder.end()
+    stats = snapshot(stats_recorder)
+    assert stats.elapsed_s == 14
+    assert stats.trainer == TrainerTimes(train=2 / 14, collect=12 / 14)
+    assert stats.times.wait == 2 / 14
+    assert stats.mean_frames_per_s == 120 / 14
+    assert stats.frames_per_s > 5
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
+
 from distcollect.common.process_exit import ProcessExit
-from distcollect.errors import DeadlineError, WorkerLost
+from distcollect.errors import (
+    DeadlineError,
+    DistCollectError,
+    EnvError,
+    PolicyKeyError,
+    WorkerLost,
+)
 from distcollect.roster.membership import WorkerPhase
 from distcollect.roster.process import Process
 from distcollect.roster.status import RunPhase, Status
@@ -41,3 +49,16 @@ def test_the_error_of_a_death_says_how_far_the_process_was() -> None:
     late.is_retired = True
     assert late.cause(left=False) == "retired"
     assert late.cause(left=True) == "left"
+    assert late.cause(left=False, stopping=True) == "shut_down"
+
+
+@pytest.mark.parametrize(
+    ("failure", "cause"),
+    [(PolicyKeyError("x"), "policy_failed"), (EnvError("x"), "env_failed")],
+)
+def test_frames_are_lost_by_what_the_users_code_raised(
+    failure: DistCollectError, cause: str
+) -> None:
+    failed = Process(3, 0, 1, over_rpc=True, failure=failure)
+    failed.exit = ProcessExit(-9, 0)
+    assert failed.cause(left=False) == failed.cause(left=False, stopping=True) == cause
