@@ -23,6 +23,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -191,12 +192,23 @@ def _on_ctrl_c(_number: int, frame: FrameType | None) -> None:
 def _is_users(frame: FrameType | None) -> bool:
     """Return True if the innermost frame outside of libraries is not ours."""
     while frame is not None:
-        module = str(frame.f_globals.get("__name__")).partition(".")[0]
-        # Methods of a NamedTuple have a module of their own.
-        if module not in _LIBRARIES and not module.startswith("namedtuple_"):
+        module = _module_of(frame)
+        if module not in _LIBRARIES:
             return module != _OURS
         frame = frame.f_back
     return True
+
+
+def _module_of(frame: FrameType) -> str:
+    module = str(frame.f_globals.get("__name__")).partition(".")[0]
+    # Methods of a NamedTuple have a module of their own.
+    return "collections" if module.startswith("namedtuple_") else module
+
+
+def passed_users_code(error: BaseException) -> bool:
+    """Return True if ``error``, just caught, came from or through code that the user wrote."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(_module_of(frame) not in {_OURS, *_LIBRARIES} for frame, _ in frames)
 
 
 def interrupts_us() -> bool:
