@@ -24,7 +24,12 @@ from distcollect.common import checks, signals, tensor_cache
 from distcollect.common.forks import Owner
 from distcollect.common.refusing import refusing
 from distcollect.common.seeding import checked_seed
-from distcollect.errors import ArgumentError, ArgumentTypeError, CollectorStateError
+from distcollect.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    CollectorStateError,
+    DistCollectError,
+)
 from distcollect.integrations import load
 from distcollect.launch.main_call import ends_as_failed
 from distcollect.policy.normalize import Normalizer
@@ -254,10 +259,8 @@ class DataCollectorBase(ABC):
         try:
             with self._backend:
                 return self._backend.next(timeout_s)
-        except KeyboardInterrupt as error:
-            if signals.passed_users_code(error):
-                raise
-            raise error.with_traceback(None) from None  # where it waited says nothing
+        except (KeyboardInterrupt, DistCollectError) as error:
+            raise signals.cut(error) from error.__cause__
 
     def _check_open(self) -> None:
         if not self._owner.is_here:

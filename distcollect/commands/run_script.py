@@ -18,8 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = partial(declare, parser.add_argument)
     about = "a Python script; rank 0 of the launch runs it, and the other ranks are workers"
     add("script SCRIPT", about, type=Path)
-    about = "the arguments of the script: all that follows it"
-    rest = parser.add_argument("arguments", metavar="ARGUMENT", help=about, nargs=argparse.REMAINDER)
+    about = "its arguments: all that follows"
+    rest = parser.add_argument("arguments", metavar="ARGUMENT", help=about, nargs="...")
     rest.required = False  # argparse of Python 3.12 and before would ask for it
 
 

@@ -27,9 +27,11 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 log = logging.getLogger(__name__)
+
+_Error = TypeVar("_Error", bound=BaseException)
 
 # Most schedulers send SIGTERM before they end a job; submitit and sbatch --signal send SIGUSR2.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
@@ -205,10 +207,13 @@ def _module_of(frame: FrameType) -> str:
     return "collections" if module.startswith("namedtuple_") else module
 
 
-def passed_users_code(error: BaseException) -> bool:
-    """Return True if ``error``, just caught, came from or through code that the user wrote."""
-    frames = traceback.walk_tb(error.__traceback__)
-    return any(_module_of(frame) not in {_OURS, *_LIBRARIES} for frame, _ in frames)
+def cut(error: _Error) -> _Error:
+    """Return ``error``, just caught, without its traceback if no code of the user's is in that.
+
+    Its message says all, and our lines would hide the user's line that called us.
+    """
+    modules = {_module_of(frame) for frame, _ in traceback.walk_tb(error.__traceback__)}
+    return error.with_traceback(None) if modules <= {_OURS, *_LIBRARIES} else error
 
 
 def interrupts_us() -> bool:

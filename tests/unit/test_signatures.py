@@ -82,6 +82,12 @@ def test_arguments_work_without_docstrings() -> None:
     assert Collector.__init__.__doc__ is None
 
 
+def test_the_traceback_of_a_wrong_argument_shows_the_users_line() -> None:
+    with pytest.raises(dc.ArgumentError, match="41 can't be split") as caught:
+        dc.MultiSyncDataCollector("CartPole-v1", frames_per_batch=41, num_workers=2)
+    assert len(caught.traceback) <= 3
+
+
 def test_a_mistyped_name_of_the_package_is_answered_by_the_nearest_one(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
