@@ -66,7 +66,9 @@ def __getattr__(name: str) -> _Any:
     if name not in _MODULES:
         close = _get_close_matches(name, __all__, 1)
         hint = f". Did you mean {close[0]!r}?" if close else ""
-        raise AttributeError(f"module 'distcollect' has no attribute {name!r}{hint}")
+        # With a name and an object, Python's own traceback would add the same hint.
+        text = f"module 'distcollect' has no attribute {name!r}{hint}"
+        raise AttributeError(text, name=name, obj=None)
     value = getattr(_importlib.import_module(_MODULES[name]), name)
     globals()[name] = value
     return value

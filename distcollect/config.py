@@ -242,7 +242,8 @@ class EvaluationWorkers(_Settings):
     collector's ``evaluations``.
 
     Attributes:
-        num_workers: how many of the collector's workers evaluate: those with the highest ids.
+        num_workers: how many of the collector's workers evaluate: those with the highest ids. Of a
+            list of env makers they have the last ones, from which no frames are collected then.
         num_episodes: number of episodes that each plays with a version.
         deterministic: whether to take the most likely action, where the policy has a distribution.
         timeout_s: seconds for these episodes.

@@ -24,7 +24,12 @@ from distcollect.common import checks, signals, tensor_cache
 from distcollect.common.forks import Owner
 from distcollect.common.refusing import refusing
 from distcollect.common.seeding import checked_seed
-from distcollect.errors import ArgumentError, ArgumentTypeError, CollectorStateError
+from distcollect.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    CollectorStateError,
+    DistCollectError,
+)
 from distcollect.integrations import load
 from distcollect.launch.main_call import ends_as_failed
 from distcollect.policy.normalize import Normalizer
@@ -253,8 +258,11 @@ class DataCollectorBase(ABC):
         return cast("TensorDict", self._take(timeout_s))
 
     def _take(self, timeout_s: float | None) -> TensorDict | None:
-        with self._backend:
-            return self._backend.next(timeout_s)
+        try:
+            with self._backend:
+                return self._backend.next(timeout_s)
+        except (KeyboardInterrupt, DistCollectError) as error:
+            raise signals.cut(error) from error.__cause__
 
     def _check_open(self) -> None:
         if not self._owner.is_here:
@@ -868,7 +876,9 @@ class DataCollectorBase(ABC):
 
         Args:
             num_episodes: number of episodes in total, shared among all envs of these workers.
-            worker_ids: the workers that play: an int, a list, a slice; None: all.
+            worker_ids: the workers that play, each in its own kind of envs if there is a list of
+                makers: an int, a list, a slice; None: all that collect, so not those that
+                :class:`EvaluationWorkers` reserves.
             deterministic: take the most likely action, where the policy has a distribution.
             seed: seeds envs and actions, for the same episodes each time; None: a random seed.
             timeout_s: seconds for all episodes; None: ``Faults.batch_timeout_s``.

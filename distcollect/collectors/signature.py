@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
+from distcollect.common import signals
 from distcollect.common.checks import plain
-from distcollect.errors import ArgumentError, ArgumentTypeError
+from distcollect.errors import ArgumentError, ArgumentTypeError, DistCollectError
 from distcollect.integrations import load
 
 _P = ParamSpec("_P")
@@ -34,7 +35,10 @@ def takes(
     def decorate(init: Callable[[Any, _Options], None]) -> Callable[Concatenate[Any, _P], None]:
         @functools.wraps(init)
         def wrapper(self: Any, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
-            init(self, _read(kind, signature, type(self).__name__, args, kwargs))
+            try:
+                init(self, _read(kind, signature, type(self).__name__, args, kwargs))
+            except DistCollectError as error:
+                raise signals.cut(error) from error.__cause__
 
         this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
         parameters = [this, *signature.parameters.values()]

@@ -17,7 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
@@ -50,6 +50,7 @@ from distcollect.policy.base import Policy
 from distcollect.policy.random import RandomPolicy
 from distcollect.policy.user import UserPolicy
 from distcollect.rollout.spaces import flatten, leaves_of, unflatten
+from distcollect.telemetry.bottleneck import find_bottleneck
 
 Maker: TypeAlias = Callable[[], Any]
 Window: TypeAlias = Callable[[float], float]  # collects for so many seconds; gives frames/s
@@ -183,7 +184,8 @@ def measure(
 
         collect(max(seconds, _TELLING_S))
         # Now, as the windows of bare loops would count as the trainer's own work.
-        bottleneck = collector.bottleneck()
+        # Here none could publish weights.
+        bottleneck = find_bottleneck(replace(collector.stats(), has_weights=False))
         rates: dict[Window, list[float]] = {bare: [], collect: []}
         for pair in range(pairs):
             for window in (bare, collect) if pair % 2 else (collect, bare):

@@ -22,10 +22,10 @@ _COMMANDS = {
     "collect": ("commands.collect.command", "collect frames of an env and write them to disk"),
     "doctor": ("commands.doctor.command", "find out why hosts don't connect"),
     "report": ("commands.report.command", "make an HTML page about a run"),
-    "run": ("commands.run_script", "run a script without distcollect.run, under torchrun or srun"),
+    "run": ("commands.run_script", "run a script without distcollect.run, under a launcher"),
     "status": ("integrations.slurm.status", "show the jobs of a run on a SLURM cluster"),
     "submit": ("integrations.slurm.submit", "submit a training script to a SLURM cluster"),
-    "top": ("commands.top", "show the state of a run, from its run_dir"),
+    "top": ("commands.top", "show the state of a run"),
     "worker": ("commands.worker", "start a worker that joins a running trainer"),
 }
 

@@ -18,8 +18,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = partial(declare, parser.add_argument)
     about = "a Python script; rank 0 of the launch runs it, and the other ranks are workers"
     add("script SCRIPT", about, type=Path)
-    about = "the arguments of the script: all that follows it"
-    add("arguments ARGUMENT", about, nargs=argparse.REMAINDER)
+    about = "its arguments: all that follows"
+    rest = parser.add_argument("arguments", metavar="ARGUMENT", help=about, nargs="...")
+    rest.required = False  # argparse of Python 3.12 and before would ask for it
 
 
 def run(given: argparse.Namespace) -> int:

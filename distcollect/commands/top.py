@@ -22,7 +22,7 @@ _LOOK_EVERY_S = 1.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     add = partial(declare, parser.add_argument)
-    add("run_dir RUN", "the run's run_dir", type=Path)
+    add("run_dir RUN", "the folder in Monitor(run_dir=...)", type=Path)
     add("--once", "print the statistics once, as text", action="store_true")
 
 

@@ -23,12 +23,15 @@ import signal
 import sys
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 log = logging.getLogger(__name__)
+
+_Error = TypeVar("_Error", bound=BaseException)
 
 # Most schedulers send SIGTERM before they end a job; submitit and sbatch --signal send SIGUSR2.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
@@ -191,12 +194,26 @@ def _on_ctrl_c(_number: int, frame: FrameType | None) -> None:
 def _is_users(frame: FrameType | None) -> bool:
     """Return True if the innermost frame outside of libraries is not ours."""
     while frame is not None:
-        module = str(frame.f_globals.get("__name__")).partition(".")[0]
-        # Methods of a NamedTuple have a module of their own.
-        if module not in _LIBRARIES and not module.startswith("namedtuple_"):
+        module = _module_of(frame)
+        if module not in _LIBRARIES:
             return module != _OURS
         frame = frame.f_back
     return True
+
+
+def _module_of(frame: FrameType) -> str:
+    module = str(frame.f_globals.get("__name__")).partition(".")[0]
+    # Methods of a NamedTuple have a module of their own.
+    return "collections" if module.startswith("namedtuple_") else module
+
+
+def cut(error: _Error) -> _Error:
+    """Return ``error``, just caught, without its traceback if no code of the user's is in that.
+
+    Its message says all, and our lines would hide the user's line that called us.
+    """
+    modules = {_module_of(frame) for frame, _ in traceback.walk_tb(error.__traceback__)}
+    return error.with_traceback(None) if modules <= {_OURS, *_LIBRARIES} else error
 
 
 def interrupts_us() -> bool:

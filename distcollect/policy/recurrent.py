@@ -145,6 +145,7 @@ def state_of(
     reads_is_init = IS_INIT.key in reads and IS_INIT.key not in inputs
     initial: Callable[[], Tensors] = dict
     if callable(getattr(policy, "initial_state", None)):
+        _check_layout(policy, num_envs)
         initial = partial(_call_initial_state, policy, num_envs)
     elif carried or at_root:
         initial = partial(dict, _zero_state(policy, inputs, carried, at_root, context))
@@ -164,8 +165,29 @@ def state_of(
     return state
 
 
+def _check_layout(policy: Any, num_envs: int) -> None:
+    """Raise PolicyError if its state fits only as another dimension is as long as that of the envs.
+
+    Such as nn.LSTM's ``[layers, n, H]`` with n layers. Which one it is shows with another n.
+    """
+    with random_state_restored():
+        shapes = {k: v.shape for k, v in _call_initial_state(policy, num_envs).items()}
+        try:
+            of_more = _entries(policy, num_envs + 1)
+        except PolicyError:
+            return  # it is made for this n
+    changed = {k: v for k, v in of_more.items() if v.shape != shapes.get(k, v.shape)}
+    _check_rows(changed, num_envs + 1)
+
+
 def _call_initial_state(policy: Any, num_envs: int) -> Tensors:
     """Return the state at the start of an episode, from the policy's ``initial_state``."""
+    state = _entries(policy, num_envs)
+    _check_rows(state, num_envs)
+    return state
+
+
+def _entries(policy: Any, num_envs: int) -> Tensors:
     try:
         with torch.no_grad():
             entries = policy.initial_state(num_envs)
@@ -178,14 +200,18 @@ def _call_initial_state(policy: Any, num_envs: int) -> Tensors:
             f"the policy's initial_state() returned a {type(entries).__name__}; it must be a dict "
             "of tensors by name"
         )
-    state = {as_key(name): to_tensor(value, as_key(name)) for name, value in entries.items()}
+    return {as_key(name): to_tensor(value, as_key(name)) for name, value in entries.items()}
+
+
+def _check_rows(state: Tensors, num_envs: int) -> None:
     for key, value in state.items():
         if value.shape[:1] != (num_envs,):
+            is_second = value.shape[1:2] == (num_envs,)
+            hint = ": transpose(0, 1), here and where the policy reads and returns it" * is_second
             raise PolicyError(
                 f"the policy's initial_state({num_envs}) has {'.'.join(key)!r} of shape "
-                f"{list(value.shape)}; its first dimension must be the {num_envs} envs"
+                f"{list(value.shape)}; its first dimension must be the {num_envs} envs{hint}"
             )
-    return state
 
 
 def _zero_state(

@@ -274,8 +274,8 @@ class Workers:
 
     def _has_failed(self) -> bool:
         if self.failed is None:
-            # Set by an exception that ended the script.
-            self.failed = hasattr(sys, "last_value")
+            # Set by an exception that ended the script; where the user types, by any exception.
+            self.failed = hasattr(sys, "last_value") and not hasattr(sys, "ps1")
         return self.failed or self._status.failure is not None
 
     def _stop_steps(self) -> contextlib.ExitStack:

@@ -274,17 +274,27 @@ class Display:
 
 
 class NotebookDisplay:
-    """A display in the output of the notebook's cell that runs when it first appears."""
+    """A display in the output of the notebook's cell that runs when it first appears.
+
+    It vanishes when a tqdm progress bar appears.
+    """
 
     about = "the display"
     every_s = _EVERY_S
 
     def __init__(self) -> None:
         self._handle: Any = None
+        self._gave_way = False
 
     def write(self, stats: Stats) -> None:
         """Show a snapshot; the last one stays in the notebook."""
-        if self._handle is not None:
+        if self._gave_way:
+            return
+        if _has_progress_bar():
+            self._gave_way = True
+            if self._handle is not None:
+                self._handle.update({"text/plain": ""}, raw=True)
+        elif self._handle is not None:
             self._handle.update(_mime_bundle(stats), raw=True)
         elif stats.elapsed_s >= _FIRST_AFTER_S and not stats.ended:
             # It is there, as this is a notebook; it declares types in some versions only.

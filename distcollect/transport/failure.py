@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from torch.nn.modules import module
+
 from distcollect.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -34,7 +36,8 @@ _TRAVELLING = ("num_env_faults", "env_faults", "is_permanent")
 
 _PACKAGE = str(Path(__file__).parents[1])
 # Between two lines of this package there may be one of a context manager.
-_LEFT_OUT = (_PACKAGE + "/", contextlib.__file__)
+# And some of torch between the call of a module and its forward().
+_LEFT_OUT = (_PACKAGE + "/", contextlib.__file__, module.__file__)
 
 
 @dataclass(frozen=True)

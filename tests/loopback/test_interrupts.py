@@ -223,8 +223,9 @@ class Pressing(Counting):
 def test_in_the_users_own_code_it_is_raised_at_once() -> None:
     Pressing.reached.clear()
     with dc.SyncDataCollector(Pressing, frames_per_batch=100) as collector:
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt) as caught:
             collector.next()
+        assert "step" in [line.name for line in caught.traceback]
         assert Pressing.reached == []
         assert collector.stats().lost == {"interrupted": 4}
 
@@ -256,11 +257,13 @@ def test_a_call_that_waits_ends_at_once(waits: str) -> None:
             began = time.monotonic()
             soon.start()
             call = collector.next if waits == "workers" else partial(collector.evaluate, 10**6)
-            with pytest.raises(KeyboardInterrupt):
+            with pytest.raises(KeyboardInterrupt) as caught:
                 call()
             Held.may_step.set()
             collector.next(timeout_s=20)  # the workers play no more of the episodes
     assert time.monotonic() - began < 5
+    if waits == "workers":
+        assert len(caught.traceback) <= 3  # no more of our lines than the call
 
 
 def test_the_handler_is_there_while_a_collector_is_open() -> None:

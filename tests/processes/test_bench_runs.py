@@ -27,7 +27,8 @@ QUICK = ("bench", "--env=CartPole-v1", "--envs=2", "--seconds=0.05", "--pairs=2"
 
 def test_bench(tmp_path: Path, marked: Marked, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "bench.json"
-    assert main([*QUICK, "--workers=0,2", f"--json={file}"]) == 0
+    policy = "--policy=helpers.policies:CategoricalPolicy"
+    assert main([*QUICK, policy, "--workers=0,2", f"--json={file}"]) == 0
     in_process, two = json.loads(file.read_text())["sizes"]
     assert [in_process["workers"], two["workers"]] == [0, 2]
     for size in (in_process, two):
@@ -37,6 +38,7 @@ def test_bench(tmp_path: Path, marked: Marked, capsys: pytest.CaptureFixture[str
     shown = capsys.readouterr().out
     assert "in process" in shown
     assert "2 worker(s), 2 env(s): Bound by" in shown
+    assert "weights were published" not in shown  # nobody could
     assert marked.gone(), marked.left()
 
 

@@ -41,7 +41,7 @@ ERRORS = (ROOT / "distcollect" / "docs" / "errors.md").read_text()
     [
         (
             "submit --trust-folder --run-folder new five.py",
-            "would not run the trainer: the controller is",
+            "would not run the trainer: the controller is.*'sinfo' finds no cluster either.*Log in",
         ),
         ("cancel submitted", "SLURM refused 'scancel 12': .*down.*Try again"),
     ],

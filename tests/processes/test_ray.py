@@ -131,7 +131,7 @@ def test_a_worker_without_resources_joins_later_and_one_that_is_killed_for_good_
             "as STRICT_SPREAD asks; free on all 1 node(s): 2 CPU): they wait for that, or have it",
         ),
         ("version", "WorkerMismatch", "its distcollect is 0.0.1, the trainer's is "),
-        ("option", "LaunchError", "Ray refuses remote_configs={'num_cpu': 1}"),
+        ("option", "ArgumentError", "Ray refuses remote_configs={'num_cpu': 1}"),
     ],
 )
 def test_errors(steps: dict[str, dict[str, Any]], step: str, error: str, message: str) -> None:

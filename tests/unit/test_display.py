@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from helpers.stats_files import STATS, WORKER, write
@@ -16,7 +17,13 @@ from rich.console import Console
 from distcollect.commands.main import main
 from distcollect.commands.top import read_newest
 from distcollect.results import EnvFault, Stats
-from distcollect.telemetry.display import Display, is_terminal, log_line, rendered
+from distcollect.telemetry.display import (
+    Display,
+    NotebookDisplay,
+    is_terminal,
+    log_line,
+    rendered,
+)
 
 
 def drawn(stats: Stats, *, width: int = 110, height: int = 40) -> str:
@@ -100,6 +107,30 @@ def test_the_display_begins_late_and_gives_way_to_a_progress_bar(
         assert len(file.getvalue()) == length
     finally:
         display.close()
+
+
+def test_in_a_notebook_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+
+    def display(bundle: dict[str, str], **_: Any) -> Any:
+        shown.append(bundle["text/plain"])
+        return SimpleNamespace(update=display)
+
+    monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=display))
+    tqdm = pytest.importorskip("tqdm")
+    pytest.importorskip("tqdm.notebook")
+    assert tqdm.notebook.tqdm._instances is tqdm.tqdm._instances
+    for begins_before in (True, False):
+        notebook = NotebookDisplay()
+        if begins_before:
+            notebook.write(STATS)
+            assert "Bound by the envs" in shown[-1]
+        with tqdm.tqdm(file=io.StringIO()):
+            notebook.write(STATS)
+            notebook.write(STATS)
+        notebook.write(STATS)
+        assert shown[1:] == [""]  # it vanished
+    notebook.close()
 
 
 def test_top_reads_the_last_whole_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

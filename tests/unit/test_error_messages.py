@@ -70,6 +70,8 @@ COMMANDS: list[tuple[str, str]] = [
     ("bench --env collections:OrderedDict", "makes a OrderedDict: name a Gymnasium env"),
     ("bench --env CartPole-v1 --json no/x", "--json: no/x: No such file or directory; name a file"),
     ("top", "required: RUN"),
+    ("run", "required: SCRIPT$"),
+    ("status", "required: RUN"),
     ("top .", "there is no stats.jsonl; name the folder"),
     ("top noise", "noise/stats.jsonl holds no statistics yet.*try again.*name the folder"),
     ("report .", "there is no stats.jsonl; name the folder"),

@@ -312,6 +312,30 @@ def test_what_does_not_fit(start: Any, following: Any, message: str) -> None:
         engine_of(Misfit(start, following))
 
 
+@pytest.mark.parametrize(("given", "asked"), [(N, N + 1), (N + 1, N)])
+def test_the_layout_of_an_lstm_is_refused_whatever_the_number_of_layers(
+    given: int, asked: int
+) -> None:
+    class Lstm(Misfit):
+        def initial_state(self, num_envs: int) -> Any:
+            return {"h": torch.zeros(given, num_envs, 2)}
+
+    message = rf"initial_state\({asked}\) has 'h' of shape \[{given}, {asked}, 2\]; its first .*"
+    with pytest.raises(PolicyError, match=message + rf"must be the {asked} envs: transpose"):
+        engine_of(Lstm())
+
+
+def test_a_state_for_one_number_of_envs_alone() -> None:
+    class Fixed(Misfit):
+        def initial_state(self, num_envs: int) -> Any:
+            if num_envs != N:
+                raise ValueError("made for another number")
+            return {"h": torch.zeros(N, 2)}
+
+    engine_of(Fixed(following=torch.ones(N, 2)))
+    engine_of(Misfit({"h": torch.zeros(N, 2)}, torch.ones(N, 2)))
+
+
 def test_what_a_tensordict_policy_lacks() -> None:
     def step(observation: Any, h: Any) -> Any:
         return torch.zeros(len(observation), dtype=torch.long), h + 1

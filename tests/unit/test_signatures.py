@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import pydoc
+import sys
 from typing import Any
 
 import pytest
@@ -81,8 +82,21 @@ def test_arguments_work_without_docstrings() -> None:
     assert Collector.__init__.__doc__ is None
 
 
-def test_a_mistyped_name_of_the_package_is_answered_by_the_nearest_one() -> None:
+def test_the_traceback_of_a_wrong_argument_shows_the_users_line() -> None:
+    with pytest.raises(dc.ArgumentError, match="41 can't be split") as caught:
+        dc.MultiSyncDataCollector("CartPole-v1", frames_per_batch=41, num_workers=2)
+    assert len(caught.traceback) <= 3
+
+
+def test_a_mistyped_name_of_the_package_is_answered_by_the_nearest_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(AttributeError, match="Did you mean 'SyncDataCollector'"):
         dc.SyncDataCollecter  # type: ignore[attr-defined] # noqa: B018
     with pytest.raises(AttributeError, match=r"no attribute 'zzz'$"):
         dc.zzz  # type: ignore[attr-defined] # noqa: B018
+    with pytest.raises(AttributeError) as caught:
+        dc.evaluate  # type: ignore[attr-defined] # noqa: B018
+    sys.__excepthook__(caught.type, caught.value, caught.tb)
+    said = capsys.readouterr().err
+    assert said.count("Did you mean") == 1, said

@@ -14,8 +14,8 @@ from helpers.paths import ROOT
 
 PACKAGE = ROOT / "distcollect"
 LONGEST_MODULE = 450
-LIMITS = {PACKAGE: 29_582, PACKAGE / "commands": 2_026, ROOT / "tests": 37_404}
-LIMITS |= {PACKAGE / "net": 1_416, PACKAGE / "transport": 1_212}
+LIMITS = {PACKAGE: 29_648, PACKAGE / "commands": 2_028, ROOT / "tests": 37_478}
+LIMITS |= {PACKAGE / "net": 1_416, PACKAGE / "transport": 1_213}
 
 
 def code_lines(path: Path) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gymnasium as gym
 import pytest
 import torch
+from torch import nn
 
 import distcollect as dc
 from distcollect.common.tables import text_table
@@ -57,6 +58,18 @@ def test_it_has_the_users_lines_only() -> None:
     ):
         collector.next()
     check(told(caught_env.value), "step", "deeper")
+
+
+class Module(nn.Module):
+    forward = staticmethod(deeper)
+
+
+def test_it_has_no_lines_of_torch_between_a_module_and_its_forward() -> None:
+    with pytest.raises(dc.PolicyError) as caught:
+        dc.SyncDataCollector("CartPole-v1", nn.Sequential(Module()), frames_per_batch=4)
+    text = told(caught.value)
+    check(text, "forward", "deeper")
+    assert "_call_impl" not in text
 
 
 def test_without_lines_of_the_user_the_message_says_all() -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from distcollect.common.forks import Owner
 from distcollect.common.waiting import Reminder
-from distcollect.errors import LaunchError
+from distcollect.errors import ArgumentError, LaunchError
 from distcollect.integrations.ray import cluster as ray_cluster
 from distcollect.integrations.ray.actor import RayWorker
 from distcollect.integrations.ray.cluster import words
@@ -64,9 +64,11 @@ class RayPlacer:
         """Connect to Ray.
 
         Raises:
+            ArgumentError: Ray has no such options of actors.
             LaunchError: Ray is not installed, or can't be reached.
         """
         self._settings = settings
+        self._check_options(ray_cluster.load_ray())
         self._ray = ray_cluster.connect(settings.init_config)
         self._connection = ray_cluster.connection(self._ray)
         self.address = str(self._ray.util.get_node_ip_address())
@@ -79,6 +81,15 @@ class RayPlacer:
         self._changed_at = math.inf
         self._placement_group: Any = None
         self._closed = threading.Event()
+
+    def _check_options(self, ray: Any) -> None:
+        try:
+            for options in self._settings.all_options:
+                ray.remote(RayWorker).options(**options)
+        except (TypeError, ValueError) as error:
+            raise ArgumentError(
+                f"Ray refuses remote_configs={self._settings.worker_options!r}: {error}"
+            ) from error
 
     def start(
         self,
@@ -97,9 +108,7 @@ class RayPlacer:
                 options = {**self._settings.options(worker_id), **groups[worker_id]}
                 self._create(worker_id, {**options, "name": f"{name}-{worker_id}"}, trainer)
         except (TypeError, ValueError, self._ray.exceptions.RayError) as error:
-            raise LaunchError(
-                f"Ray refuses remote_configs={self._settings.worker_options!r}: {error}"
-            ) from error
+            raise LaunchError(f"Ray could not create the workers' actors: {error}") from error
         threading.Thread(target=self._watch, name="distcollect-ray", daemon=True).start()
 
     def _create(self, worker_id: int, options: dict[str, Any], trainer: TrainerAddress) -> None:

@@ -50,11 +50,12 @@ class RaySettings:
                 f"placement_group_strategy={self.strategy!r}: use one of "
                 f"{', '.join(map(repr, STRATEGIES))}, or None"
             )
-        for options in self._all_options:
+        for options in self.all_options:
             self._check(options)
 
     @property
-    def _all_options(self) -> Sequence[Mapping[str, Any]]:
+    def all_options(self) -> Sequence[Mapping[str, Any]]:
+        """The options of all actors, or of each."""
         options = self.worker_options
         return options if isinstance(options, list | tuple) else [options]  # type: ignore[list-item]
 
@@ -77,6 +78,7 @@ class RaySettings:
         """Connect to Ray.
 
         Raises:
+            ArgumentError: Ray has no such options of actors.
             LaunchError: Ray is not installed, or can't be reached.
         """
         from distcollect.integrations.ray.placer import RayPlacer  # noqa: PLC0415 - it needs this
@@ -96,7 +98,7 @@ class RaySettings:
 
     def options(self, worker_id: int) -> dict[str, Any]:
         """The options of a worker's actor, with our defaults."""
-        options = self._all_options
+        options = self.all_options
         own = options[worker_id if len(options) > 1 else 0]
         return {"num_cpus": 1, "max_restarts": -1, **own}
 

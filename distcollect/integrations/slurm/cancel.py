@@ -15,7 +15,10 @@ from distcollect.launch.run_folder import ENDED
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument(
-        "run_folder", type=Path, help="the run folder that 'distcollect submit' printed"
+        "run_folder",
+        metavar="RUN",
+        type=Path,
+        help="the run folder that 'distcollect submit' printed",
     )
 
 

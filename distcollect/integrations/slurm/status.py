@@ -42,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument(
         "run_folder",
+        metavar="RUN",
         nargs="+",
         type=Path,
         help="the run folder that 'distcollect submit' printed; or several, as in runs/train-*",

@@ -17,7 +17,8 @@ from typing import Any
 from distcollect.commands.argtypes import above_0, count, declare, natural
 from distcollect.errors import ArgumentError, LaunchError
 from distcollect.integrations.slurm import status
-from distcollect.integrations.slurm.jobs import Job, check_slurm
+from distcollect.integrations.slurm.jobs import COMMAND_TIMEOUT_S, Job, check_slurm
+from distcollect.integrations.slurm.task import run_command
 from distcollect.launch.run_folder import (
     ENDED,
     RunFolder,
@@ -227,8 +228,7 @@ def _submit(given: argparse.Namespace, jobs: list[Job], saved: Path | None = Non
             requested = "\n".join(f"  {line}" for line in lines if line.startswith("#SBATCH"))
             raise LaunchError(
                 f"SLURM would not run the {job.about[0]}: {problem}\n"
-                f"requested:\n{requested}\n"
-                "'sinfo' shows what the cluster has; --no-check submits anyway"
+                f"requested:\n{requested}\n{_what_to_do()}"
             )
     folder = jobs[0].folder
     if given.add_workers is None:
@@ -243,6 +243,17 @@ def _submit(given: argparse.Namespace, jobs: list[Job], saved: Path | None = Non
         f"run folder: {path}\n  distcollect status {path}\n  distcollect cancel {path}", flush=True
     )
     return status.follow(folder) if given.wait else 0
+
+
+def _what_to_do() -> str:
+    """What to do where SLURM refuses a job."""
+    asked = run_command(["sinfo"], COMMAND_TIMEOUT_S)
+    if asked.returncode == 0:
+        return "'sinfo' shows what the cluster has; --no-check submits anyway"
+    return (
+        f"'sinfo' finds no cluster either: {asked.stderr.strip()}\nLog in to the cluster's login "
+        "node, or try again once its controller answers"
+    )
 
 
 def _worker_job(given: argparse.Namespace, folder: RunFolder, settings: Mapping[str, Any]) -> Job:
