@@ -178,5 +178,5 @@ def test_a_rollout_in_shared_memory_becomes_a_batch(num_envs: int) -> None:
     assembled()  # maps the memory
     with TensorOperations() as counted:
         assembled()
-    assert counted.count == 16
+    assert counted.count == 17
     check(work_of(assembled), Work(58, 69, 2072), TOLERANCE)
