@@ -179,4 +179,4 @@ def test_a_rollout_in_shared_memory_becomes_a_batch(num_envs: int) -> None:
     with TensorOperations() as counted:
         assembled()
     assert counted.count == 17
-    check(work_of(assembled), Work(58, 69, 2072), TOLERANCE)
+    check(work_of(assembled), Work(61, 72, 2123), TOLERANCE)
