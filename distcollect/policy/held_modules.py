@@ -96,8 +96,8 @@ def _parts(thing: object) -> Iterator[tuple[str, object]]:
         yield from _parts(thing.keywords)
     elif isinstance(thing, FunctionType):
         yield from _variables(thing)
-    elif isinstance(thing, Mapping):
-        yield from ((str(key), value) for key, value in thing.items())
+    elif isinstance(thing, dict):  # a mapping of another kind may raise, as a config with gaps
+        yield from ((str(key), value) for key, value in dict.items(thing))
     elif isinstance(thing, list | tuple | deque):
         yield from ((str(index), value) for index, value in enumerate(thing))
     yield from getattr(thing, "__dict__", {}).items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import UserDict
 from functools import partial
 from typing import Any
 
@@ -247,6 +248,18 @@ def test_modules_that_would_have_the_same_name(policy: Any) -> None:
     found = module_of(policy)
     assert isinstance(found, nn.ModuleDict)
     assert {*found.values()} == {net, other}
+
+
+class Gaps(UserDict[str, Any]):
+    """Raises where a value is missing, as a config of OmegaConf does."""
+
+    def __getitem__(self, key: str) -> Any:
+        raise ValueError(key)
+
+
+def test_mappings_that_raise() -> None:
+    gaps = Gaps(missing="???")
+    assert module_of(Agent(gaps, net).act) is net
 
 
 @pytest.mark.parametrize("policy", [torch.relu, len, late(), Agent(nothing).act, partial(max)])
