@@ -412,11 +412,12 @@ class Operations(RuleBasedStateMachine):
         for batch in results:
             if batch is not None:
                 self.receive(batch)
-        # The statistics may have frames of a batch that nobody got.
-        self.account.is_exact &= not (was_interrupted and name == "next")
         if not self.is_local:
             assert self.collector.stale_frames is not None  # after what may be in the queue
-        if name.startswith("push") and self.collector.policy_version == version:
+        # The statistics may have frames of a batch that nobody got, or be those that were in use.
+        has_no_version = name.startswith("push") and self.collector.policy_version == version
+        self.account.is_exact &= not (was_interrupted and (name == "next" or has_no_version))
+        if has_no_version:
             for sent in self.sent.values():
                 sent[:] = [each for each in sent if each <= version]
             self.apart.discard(version + 1)
