@@ -222,7 +222,7 @@ class Account:
         max_frames: ``max_frames_per_traj``.
         normalizes: "raw" or "normalized"; None: nothing is.
         codes: the number of each version's weights.
-        calls: what their buffer was published with; without those that a policy went on with.
+        calls: what their buffer was published with.
         received: how many frames the present collector delivered, by worker_id.
         ended: the returns of its episodes that were delivered from their start to their end.
         is_exact: whether the statistics are those of ``values``.

@@ -315,9 +315,7 @@ class Operations(RuleBasedStateMachine):
             if names is not None:
                 self.apart.add(version)
         account.codes[version] = module.code.item()
-        account.calls.pop(version, None)
-        if how != "own" or not self.is_shared:
-            account.calls[version] = module.calls.item()
+        account.calls[version] = module.calls.item()
         with self.lock:
             self.freeze(version)
             for worker_id in present if names is None else names:
