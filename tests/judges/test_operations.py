@@ -431,8 +431,10 @@ class Operations(RuleBasedStateMachine):
         with self.quiet:
             state, frames = self.collector.state_dict(), self.collector.frames
             moments = copy.deepcopy((self.account.values, self.account.returns))
+            is_used = self.is_used
         self.close()
         self.account.values, self.account.returns = moments
+        self.is_used = is_used
         self.policy = Telling(next(self.numbers))
         self.world.floor.clear()
         self.case["num_workers"] = num_workers
