@@ -77,8 +77,8 @@ class CollectorOptions:
         env_device: where TorchRL envs compute; other envs have no choice.
         policy_device: where the policy computes; None: where it is.
         max_frames_per_traj: truncate trajectories after this many frames; None: never.
-        init_random_frames: the first frames, this many rounded up to whole rollouts, have
-            random actions.
+        init_random_frames: the first frames, this many rounded up to whole rollouts (in sync mode
+            to whole batches), have random actions.
         reset_at_each_iter: start every rollout with a reset of all envs.
         postproc: called with each batch, in this process; what it returns is delivered.
         split_trajs: deliver ``[trajectories, longest]``, one row for each trajectory of the

@@ -64,6 +64,7 @@ class WithWorkers(Backend):
     """
 
     has_failed = False
+    _evaluators: Evaluators | None = None
     _options: WorkerOptions
 
     def __init__(self, options: WorkerOptions, stats_recorder: StatsRecorder) -> None:
@@ -160,7 +161,7 @@ class WithWorkers(Backend):
         )
         if (plan := options.evaluation) is not None:
             evaluators = Evaluators(self.pool, plan, options.evaluating, self._stats_recorder)
-            self.evaluations = evaluators.results
+            self.evaluations, self._evaluators = evaluators.results, evaluators
             self.pool.on_weights = evaluators.has_weights
         self._handover_receiver = HandoverReceiver(workers.transport)
         workers.attach(self.pool)
@@ -386,6 +387,9 @@ class WithWorkers(Backend):
         timeout_s = self._options.fault_limits.batch_timeout_s
         self._gaps.free_ids()
         first_traj_id = identity().resume(first_traj_id)
+        if self._evaluators is not None:
+            before = self.policy_version
+            self._evaluators.resumed(before, max(before, version))
         self.pool.resume(version, first_traj_id, self.resumed_frames, timeout_s)
 
     def close(self, *, close_envs: bool, failed: bool = False) -> None:

@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Collection
 from concurrent.futures import Future
+from dataclasses import replace
 
 from distcollect.config import EvaluationWorkers
 from distcollect.errors import DistCollectError, EnvError, WorkerLost
@@ -43,6 +44,7 @@ class Evaluators:
         self._lock = threading.Lock()
         self._newest: dict[int, int] = {}  # worker_id to the version that it has
         self._busy: dict[int, int] = {}  # worker_id to the version that it evaluates
+        self._resumed = 0, 0  # the version that the run was resumed with, and its number since
 
     def has_weights(self, worker_id: int, version: int) -> None:
         """A worker has new weights, or has joined with its first ones."""
@@ -62,16 +64,33 @@ class Evaluators:
             answer = self._pool.call(worker_id, WorkerService.evaluate, self._request)
             answer.add_done_callback(lambda answer: self._done(worker_id, answer))
 
+    def resumed(self, before: int, version: int) -> None:
+        """The weights of version ``before`` are ``version`` from now on, and none is older."""
+        with self._lock:
+            self._resumed = before, version
+            results = map(self._renumbered, self.results)
+            self.results[:] = [result for result in results if result is not None]
+
+    def _renumbered(self, result: Evaluation) -> Evaluation | None:
+        """A result with today's version; None if it is of weights that the run never had."""
+        (before, version), found = self._resumed, result.policy_version
+        if found.min() >= version:
+            return result
+        return (
+            replace(result, policy_version=found.clamp(version)) if found.min() >= before else None
+        )
+
     def _done(self, worker_id: int, answer: Future[Evaluation]) -> None:
         with self._lock:
             evaluated = self._busy.pop(worker_id)
             newest = self._newest[worker_id]
             error = answer.exception()
             if error is None:
-                self.results.append(answer.result())
-                self._stats_recorder.evaluated(answer.result())
                 # Newer weights may have reached the worker before it began.
                 evaluated = int(answer.result().policy_version[0])
+                if (result := self._renumbered(answer.result())) is not None:
+                    self.results.append(result)
+                    self._stats_recorder.evaluated(result)
         if isinstance(error, EnvError):
             self._stats_recorder.evaluation_failed(error)
         if isinstance(error, WorkerLost):

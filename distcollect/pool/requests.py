@@ -146,8 +146,8 @@ class Requests:
     def request(self, slot: WorkerSlot) -> RolloutRequest:
         """A worker's next rollout is requested."""
         plan, version = self._plan, self._versions.acknowledged(slot.worker_id)
-        random = self.frames_asked < plan.random_frames
         frames = self._frames_before_batch if plan.sync else self.frames_asked
+        random = frames < plan.random_frames  # so the number of workers makes no difference
         wire_request = CollectRequest(
             plan.num_steps, random, fresh=plan.sync, version=version, frames=frames
         )

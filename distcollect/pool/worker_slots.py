@@ -33,7 +33,7 @@ class BatchPlan:
         num_rollouts: rollouts in a sync batch.
         num_envs: n, rows of every rollout.
         num_steps: T of every rollout.
-        random_frames: this many frames at the start have random actions (whole rollouts).
+        random_frames: this many frames at the start have random actions (whole ones).
         num_frames: request no more frames than this; None: no limit.
         waits_for_missing: in sync mode, True: the share of a lost worker waits for its
             replacement; False: the other workers collect it.

@@ -154,6 +154,8 @@ class WeightSlots:
         )
         if not apart:
             self._latest = publication
+            if self._slots.keys() <= {*handle.worker_ids}:  # also for those that come back
+                self._kept.clear()
         for worker_id in handle.worker_ids:
             slot = self._slots.get(worker_id)
             if slot is None:

@@ -41,6 +41,9 @@ class ChurningWorkers(LoopbackWorkers):
     def attach(self, observer: MembershipObserver) -> None:
         self._supervision.submit(super().attach, observer).result(60)
 
+    def await_enough(self) -> None:
+        """Who died is replaced, at most a moment later."""
+
     def settle(self) -> None:
         """Wait until all that was asked for before has happened."""
         self._supervision.submit(lambda: None).result(60)

@@ -192,9 +192,11 @@ class TestEvaluationWorkers:
                 eventually(WaitsOnceMore.has_begun.is_set)
                 collector.set_seed(1)
                 collector.pre_collect_hook = None
+                collector.load_state_dict({**collector.state_dict(), "policy_version": 3})
             finally:
                 WaitsOnceMore.may_end.set()
             eventually(lambda: collector.evaluations)
+            assert collector.evaluations[0].policy_version.tolist() == [3]
 
     def test_the_end_of_a_run_closes_their_envs(self, caplog: pytest.LogCaptureFixture) -> None:
         """In the midst of an evaluation, between two steps; nothing is said of it."""

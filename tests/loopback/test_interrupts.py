@@ -51,7 +51,7 @@ OPERATIONS: dict[str, Callable[[Any], object]] = {
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_a_run_in_this_process_goes_on_after_an_interrupt_in_any_line(operation: str) -> None:
-    """With workers, ``test_promises.py`` has an interrupt among all else that may happen."""
+    """With workers, ``test_operations.py`` has an interrupt among all else that may happen."""
     results: list[Any] = []
     steps: list[float] = []
     with dc.SyncDataCollector(Counting, Policy(), frames_per_batch=3) as collector:

@@ -221,9 +221,14 @@ class DrawsOfAllKinds(TensorDictModuleBase):
     in_keys = ("observation", "hidden")
     out_keys = ("action", "draws", ("next", "hidden"))
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("num_calls", torch.zeros(()))
+
     def forward(self, td: TensorDictBase) -> TensorDictBase:
         draws = [torch.rand(()).item(), np.random.rand(), random.random()]  # noqa: NPY002
         td["action"] = torch.zeros(len(td), dtype=torch.int64)
+        self.num_calls += 1
         td["draws"] = torch.tensor(draws, dtype=torch.float64).expand(len(td), 3)
         td["next", "hidden"] = torch.zeros(len(td), 1)
         return td
@@ -235,12 +240,14 @@ def seed_all() -> None:
     random.seed(0)
 
 
-def test_trying_the_policy_leaves_the_users_generators_as_they_are() -> None:
+def test_trying_the_policy_leaves_generators_and_buffers_as_they_are() -> None:
     """So a script that seeds them first sees the same actions as in a loop of its own."""
     policy = DrawsOfAllKinds()
     seed_all()
     with dc.SyncDataCollector("CartPole-v1", policy, frames_per_batch=3) as collector:
+        assert policy.num_calls == 0
         drawn = collector.next()["draws"]
+    assert policy.num_calls == 3
     seed_all()
     for row in drawn:
         assert row.tolist() == [torch.rand(()).item(), np.random.rand(), random.random()]  # noqa: NPY002

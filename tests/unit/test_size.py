@@ -14,7 +14,7 @@ from helpers.paths import ROOT
 
 PACKAGE = ROOT / "distcollect"
 LONGEST_MODULE = 450
-LIMITS = {PACKAGE: 29_648, PACKAGE / "commands": 2_028, ROOT / "tests": 37_478}
+LIMITS = {PACKAGE: 29_675, PACKAGE / "commands": 2_028, ROOT / "tests": 38_033}
 LIMITS |= {PACKAGE / "net": 1_416, PACKAGE / "transport": 1_213}
 
 

@@ -201,6 +201,9 @@ def test_a_new_process_gets_no_weights_of_other_workers(make: Callable[[int], Wo
     assert (replaced(2), replaced(3), replaced(4)) == (2, 3, 2)
     world.sender.forget(3, replaced=False)  # given up; its host comes back later
     assert (world.sender.welcome(3, 303), world.sender.welcome(5, 105)) == (3, 2)
+    world.sender.forget(3, replaced=False)
+    world.publish(0, 1, 2, 4, 5).wait(5)  # all that there are: newer than its own
+    assert world.sender.welcome(3, 403) == 4
 
 
 def test_receivers_do_not_wait_for_what_the_trainer_failed_to_send(
