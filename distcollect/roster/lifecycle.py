@@ -284,7 +284,6 @@ class Lifecycle(HostEvents):
             return
         info = answer.result()
         if mismatched := mismatch(info, self._status.worker_infos.values()):
-            process.ends_run = True
             self._fail_process(process, WorkerMismatch(mismatched, worker_id=process.worker_id))
             return
         if not self._membership.ready(*process.key, time.monotonic()):
@@ -347,6 +346,9 @@ class Lifecycle(HostEvents):
             return
         if not isinstance(error, DistCollectError):
             error = WorkerError(repr(error), worker_id=process.worker_id)
+        if getattr(error, "is_permanent", False) and not isinstance(error, EnvError):
+            # If it did not get ready where others did, something may be wrong with its host.
+            process.ends_run = process.info is not None or not self._status.worker_infos
         if not isinstance(error, WorkerLost):  # else how its process ended says more
             process.failure = error
         self._lose(process)
@@ -514,8 +516,6 @@ class Lifecycle(HostEvents):
         """The error by which the run ends, as it can't go on without this worker; None: it can."""
         least = self._faults.min_workers
         hopeful = self._membership.num_hopeful
-        if getattr(failure, "is_permanent", False) and not isinstance(failure, EnvError):
-            return failure
         if is_server(worker_id):  # without one, its workers can do nothing
             return failure if self._membership.is_given_up(worker_id) else None
         may_recover = self._faults.max_env_faults and self._status.num_present and hopeful >= least

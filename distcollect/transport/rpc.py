@@ -68,20 +68,18 @@ class RpcTransport(PeerTransport[AgentPeer]):
             if error is not None:
                 deliver(None, error)
                 return
-            header, data = sent
-            deliver(Offer(header, partial(self._fetch_offered, peer, known, data)), None)
+            header, data = sent  # its RRef, or all of its tensors
+
+            def fetch(deliver: Deliver) -> None:
+                copied = partial(self._copied, peer, known, deliver)
+                if isinstance(data, list):
+                    copied(data)
+                else:
+                    self._ask(peer, serve_rollout, (data,), copied)
+
+            deliver(Offer(header, fetch), None)
 
         self._ask(peer, serve_collect, (request,), offer)
-
-    def _fetch_offered(
-        self, peer: int, known: AgentPeer | None, data: Any, deliver: Deliver
-    ) -> None:
-        """Move a rollout here, by what came with its header: its RRef, or all of its tensors."""
-        if isinstance(data, list):
-            self._copied(peer, known, deliver, data)
-        else:
-            copied = partial(self._copied, peer, known, deliver)
-            self._ask(peer, serve_rollout, (data,), copied)
 
     def hand_over(self, peer: int, sequence: int, key: str, keep_s: float) -> Future[Any]:
         return self._future(peer, serve_hand_over, (sequence, key, keep_s))

@@ -141,6 +141,7 @@ class TcpTransport(PeerTransport[_Peer]):
         return answer
 
     def collect(self, peer: int, request: CollectRequest, deliver: Deliver) -> None:
+        known = self._peers.get(peer)  # whose memory is read even if it is disconnected meanwhile
         inline_bytes = min(_INLINE_BYTES, _INLINE_BYTES_OF_ALL // (len(self._peers) or 1))
         asked = (*request[:-2], self.shares_memory(peer), inline_bytes)
 
@@ -149,17 +150,17 @@ class TcpTransport(PeerTransport[_Peer]):
                 deliver(None, error)
                 return
             header, number, tensors = sent
-            deliver(Offer(header, partial(self._fetch, peer, number, tensors)), None)
+
+            def fetch(deliver: Deliver) -> None:
+                copied = partial(self._copied, peer, known, deliver)
+                if tensors is not None:
+                    copied(tensors)
+                else:
+                    self._ask(peer, (Question.FETCH, number), copied)
+
+            deliver(Offer(header, fetch), None)
 
         self._ask(peer, (Question.COLLECT, *asked), offer)
-
-    def _fetch(self, peer: int, number: int, tensors: list[Any] | None, deliver: Deliver) -> None:
-        """Move a rollout here; ``tensors``: they came with its header."""
-        copied = partial(self._copied, peer, self._peers.get(peer), deliver)
-        if tensors is not None:
-            copied(tensors)
-        else:
-            self._ask(peer, (Question.FETCH, number), copied)
 
     def hand_over(self, peer: int, sequence: int, key: str, keep_s: float) -> Future[Any]:
         return self.call(peer, WorkerService.hand_over, sequence, key, keep_s)

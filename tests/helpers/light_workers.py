@@ -26,7 +26,7 @@ class Light(Tcp):
         self.earlier = set(threading.enumerate())
         super().__init__()
 
-    def add_peer(self) -> int:
+    def add_peer(self, is_mapped: bool = False) -> int:
         process = self.start(transport_peer.serve_many, self.server.port, TOKEN, self.number)
         assert process.recv() == "ready"
         begin = time.monotonic()

@@ -23,10 +23,11 @@ class Rpc(Processes):
         self.transport = RpcTransport("127.0.0.1")
         super().__init__()
 
-    def add_peer(self) -> int:
+    def add_peer(self, is_mapped: bool = False) -> int:
         peer = identity().new_peer()  # ids are never used twice in one process
         process = self.start(transport_peer.serve_rpc, rpc_agents.CHANNELS)
-        self.transport.connect(peer, PeerAddress(process.recv()))
+        endpoint, sample = process.recv()
+        self.transport.connect(peer, PeerAddress(endpoint, sample if is_mapped else None))
         return peer
 
     def sent_bytes(self) -> int:

@@ -79,7 +79,8 @@ class Processes(World):
         self.processes: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
         self.peer = self.add_peer()
 
-    def add_peer(self) -> int:
+    def add_peer(self, is_mapped: bool = False) -> int:
+        """Start a peer; ``is_mapped``: its memory is."""
         raise NotImplementedError
 
     def start(self, serve: Callable[..., None], *args: object) -> Connection:
@@ -127,11 +128,13 @@ class Tcp(Processes):
         self.server = JoinServer("127.0.0.1", TOKEN, self.events, tls=tls)
         super().__init__()
 
-    def add_peer(self) -> int:
+    def add_peer(self, is_mapped: bool = False) -> int:
         process = self.start(transport_peer.serve_tcp, self.server.port, TOKEN)
         connection = self.connection = self.events.next("admitted")
         peer = identity().new_peer()
-        self.transport.connect(peer, PeerAddress(process.recv()), connection)
+        endpoint, sample = process.recv()
+        address = PeerAddress(endpoint, sample if is_mapped else None)
+        self.transport.connect(peer, address, connection)
         return peer
 
     def sent_bytes(self) -> int:

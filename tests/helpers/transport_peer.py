@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import pickle
 import threading
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
@@ -11,6 +12,12 @@ from typing import Any
 
 import torch
 
+from distcollect.common.shared_memory import (
+    SharedTensor,
+    SharedTensors,
+    allocate,
+    sample_of_memory,
+)
 from distcollect.errors import RolloutGone
 from distcollect.net.client import ControlConnection, join
 from distcollect.net.messages import TrainerAddress, WorkerHello
@@ -41,6 +48,17 @@ def rollout(num_steps: int) -> Tensors:
     ]
 
 
+def in_shared_memory(tensors: Tensors) -> tuple[SharedTensors, torch.Tensor]:
+    """Copy tensors to memory that others can map; return what is sent, and the memory."""
+    memory, segment = allocate(sum(tensor.nbytes + 8 for tensor in tensors))
+    places, end = [], 0
+    for tensor in tensors:
+        places.append(SharedTensor(segment, end, tuple(tensor.shape), tensor.dtype))
+        places[-1].within(memory).copy_(tensor)
+        end += -(-tensor.nbytes // 8) * 8
+    return SharedTensors(segment.name, end, pickle.dumps(places)), memory
+
+
 class Service:
     """Answers at once, later, or with an error."""
 
@@ -51,6 +69,7 @@ class Service:
         self._lock = threading.Lock()
         self._kept: dict[str, tuple[Tensors, Future[bool]]] = {}
         self.collected = 0
+        self._memory: list[torch.Tensor] = []
 
     @property
     def service_methods(self) -> frozenset[str]:
@@ -113,7 +132,7 @@ class Service:
         outcome.set_result(True)
         return tensors
 
-    def collect(self, request: CollectRequest) -> tuple[Header, Tensors]:
+    def collect(self, request: CollectRequest) -> tuple[Header, list[Any]]:
         if request.random:
             raise RuntimeError("no rollout today")
         steps = request.num_steps
@@ -123,7 +142,12 @@ class Service:
         )
         self.collected += 1
         num_bytes = sum(tensor.nbytes for tensor in tensors)
-        return Header(WORKER_ID, 0, self.collected, steps, steps, num_bytes, (3, 5)), tensors
+        header = Header(WORKER_ID, 0, self.collected, steps, steps, num_bytes, (3, 5))
+        if not request.shared:
+            return header, tensors
+        shared, memory = in_shared_memory(tensors)
+        self._memory.append(memory)
+        return header, [shared]
 
 
 def serve_rpc(parent: Connection, channels: list[str]) -> None:
@@ -131,7 +155,8 @@ def serve_rpc(parent: Connection, channels: list[str]) -> None:
     from distcollect.transport import rpc_agents, rpc_server  # noqa: PLC0415 - torch may lack it
 
     rpc_agents.CHANNELS = channels
-    parent.send(rpc_server.RpcServer(Service(), "127.0.0.1").endpoint)
+    endpoint = rpc_server.RpcServer(Service(), "127.0.0.1").endpoint
+    parent.send((endpoint, sample_of_memory()))
     with contextlib.suppress(EOFError):
         parent.recv()
 
@@ -142,7 +167,8 @@ def serve_tcp(parent: Connection, port: int, token: str) -> None:
     connection.join(WorkerHello(worker_id=WORKER_ID, incarnation=0), token)
     service = Service()
     TcpServer(service, connection)
-    parent.send(PeerListener(connection, token, functools.partial(TcpServer, service)).endpoint)
+    endpoint = PeerListener(connection, token, functools.partial(TcpServer, service)).endpoint
+    parent.send((endpoint, sample_of_memory()))
     connection.receive()
 
 

@@ -281,6 +281,48 @@ def test_a_worker_that_crashes_again_and_again_is_given_up(marked: Marked) -> No
     assert marked.gone(END_S), marked.left()
 
 
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        ("make", "its frames or weights differ"),
+        ("policy_factory", "policy_factory raised OSError: no file"),
+        ("init_fn", "init_fn raised OSError: no file"),
+    ],
+)
+def test_a_process_that_fails_where_others_got_ready_does_not_end_the_run(
+    marked: Marked, tmp_path: Path, broken: str, said: str
+) -> None:
+    """It is as if a worker had joined from a host that is set up in another way."""
+    wrong, checker = tmp_path / "wrong", Checker()
+
+    def fail() -> None:
+        if wrong.exists():
+            raise OSError("no file")
+
+    def make_policy() -> ShownWeight:
+        fail()
+        return ShownWeight()
+
+    def make() -> Telling:
+        env = slow()
+        if wrong.exists():
+            env.observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
+        return env
+
+    ways = {"make": make, "policy_factory": make_policy, "init_fn": fail}
+    faults = dc.Faults(max_restarts=1)
+    with collect_with(False, faults=faults, **{broken: ways[broken]}) as collector:
+        until(collector, checker, lambda: len(checker.pids) == 2, SOON_S)
+        wrong.touch()
+        os.kill(checker.pids[1], signal.SIGKILL)
+        until(collector, checker, lambda: collector.worker_states[1] is dc.WorkerState.LOST, JOIN_S)
+        checker.see(collector.next())
+        os.kill(checker.pids[0], signal.SIGKILL)
+        with pytest.raises(dc.WorkerLost, match=rf"worker 0: {said}.*; 0 worker\(s\) left"):
+            until(collector, checker, lambda: False, JOIN_S)
+    balances(collector, checker)
+
+
 def test_at_the_end_nobody_waits_for_a_process_that_has_not_joined_yet(
     marked: Marked, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,18 +8,16 @@ from pathlib import Path
 from typing import cast
 
 import pytest
-import torch
 from helpers.loopback_transport import answer_of
 from helpers.transport_contract import LARGE, SMALL, SOON_S, TransportContract, check, num_threads
-from helpers.transport_peer import WORKER_ID, Service
+from helpers.transport_peer import Service
 from helpers.transports import WITHOUT_RPC
 from helpers.waiting import eventually
 
 import distcollect as dc
 from distcollect.common import tensor_cache
-from distcollect.common.shared_memory import SharedTensor, SharedTensors, allocate, sample_of_memory
+from distcollect.common.shared_memory import sample_of_memory
 from distcollect.net.messages import PeerAddress
-from distcollect.rollout.header import Header
 from distcollect.transport.protocol import NUM_SLABS, CollectRequest
 
 if WITHOUT_RPC:
@@ -172,20 +170,6 @@ def test_a_closed_transport_keeps_no_thread_though_someone_keeps_it() -> None:
     kept[0].disconnect(world.peer)
 
 
-class Sharing(Service):
-    """Its rollouts lie in memory that other processes can map."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.memory, self.segment = allocate(1 << 20)
-
-    def collect(self, request: CollectRequest) -> tuple[Header, list[SharedTensors]]:
-        assert request.shared
-        header = Header(WORKER_ID, 0, 0, 1, 1, 1 << 20, (0, 0))
-        places = pickle.dumps([SharedTensor(self.segment, 0, (1 << 20,), torch.uint8)])
-        return header, [SharedTensors(self.segment.name, 1 << 20, places)]
-
-
 def test_whatever_fails_while_a_rollout_is_copied_is_raised_where_it_is_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -194,14 +178,14 @@ def test_whatever_fails_while_a_rollout_is_copied_is_raised_where_it_is_waited_f
     def no_memory(*_: object) -> None:
         raise MemoryError("no room")
 
-    server = RpcServer(Sharing(), "127.0.0.1")
+    server = RpcServer(Service(), "127.0.0.1")
     transport = RpcTransport("127.0.0.1")
     try:
         transport.connect(1, PeerAddress(server.endpoint, sample_of_memory()))
         offers = [
-            answer_of(transport.collect, 1, CollectRequest(1)).result(SOON_S) for _ in range(2)
+            answer_of(transport.collect, 1, CollectRequest(LARGE)).result(SOON_S) for _ in range(2)
         ]
-        assert answer_of(offers[0].fetch).result(SOON_S)[0].numel() == 1 << 20
+        check(answer_of(offers[0].fetch).result(SOON_S), LARGE)
         monkeypatch.setattr(tensor_cache, "copy_of", no_memory)
         with pytest.raises(MemoryError, match="no room"):
             answer_of(offers[1].fetch).result(SOON_S)

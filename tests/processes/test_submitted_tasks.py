@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 from helpers.bad_launches import free_port
 from helpers.launching import start
 
+from distcollect.commands.main import main
 from distcollect.integrations.slurm.jobs import Job
 from distcollect.launch.run_folder import LISTENING, RUN_VARIABLE, TOKEN_VARIABLE, RunFolder
 from distcollect.launch.worker_hosts import WorkerHosts
@@ -40,6 +42,23 @@ def test_a_task_s_own_process_stays_small(run: RunFolder) -> None:
         "import cloudpickle; cloudpickle.dumps(task.checkpoint())"
     )
     subprocess.run([sys.executable, "-c", code, str(file)], check=True, timeout=60)
+
+
+def test_a_run_continues_with_the_newest_and_the_best_file_of_the_earlier_one(
+    run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("sbatch", "srun", "sinfo", "scontrol"):
+        command = tmp_path / name
+        command.write_text("#!/bin/sh\necho Submitted batch job 1\n")
+        command.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    resumed = tmp_path / "resumed"
+    saved = ["checkpoint.pt", "checkpoint-best.pt"]
+    for name in (*saved, "checkpoint-12.pt"):
+        (run.path / name).write_text(name)
+    options = ["--resume", run.path, "--run-folder", resumed, "--trust-folder", __file__]
+    assert main(["submit", *map(str, options)]) == 0
+    assert {file.name: file.read_text() for file in resumed.glob("*.pt")} == {n: n for n in saved}
 
 
 def test_a_worker_with_a_wrong_token_and_one_with_a_stale_address(run: RunFolder) -> None:

@@ -114,6 +114,18 @@ def test_another_trainer_takes_a_rollout_by_a_connection_of_its_own(make: type[T
         world.close()
 
 
+def test_a_rollout_in_the_memory_of_a_peer_that_is_gone_is_fetched_from_there(
+    world: Processes,
+) -> None:
+    """What came with the header are the places of its tensors, which must not be taken for them."""
+    world.peer = world.add_peer(is_mapped=True)
+    for num_steps in (SMALL, LARGE):
+        check(answer_of(world.offered(num_steps).fetch).result(SOON_S), num_steps)
+    offer = world.offered(LARGE)
+    world.transport.disconnect(world.peer)
+    check(answer_of(offer.fetch).result(SOON_S), LARGE)
+
+
 def test_what_cannot_travel_is_an_error_and_nothing_is_owed(world: Processes) -> None:
     with pytest.raises(dc.WorkerError):
         world.call(Service.lock)

@@ -180,6 +180,22 @@ def test_the_last_files_and_the_best_are_kept(
         assert train(collector, (2.0,)) == [True], "compared with the best return"
 
 
+def test_the_best_begins_anew_where_its_file_is_missing(tmp_path: Path) -> None:
+    """As after the newest file alone was copied: no later one might be as good."""
+    policy = Constant()
+    for value in (5.0, 1.0):
+        with dc.SyncDataCollector(Echo, policy, frames_per_batch=4) as collector:
+            checkpoint = dc.Checkpoint(
+                tmp_path / "c.pt", best="return", policy=policy, collector=collector
+            )
+            checkpoint.load()
+            nn.init.constant_(policy.value, value)
+            collector.evaluate(1)
+            assert checkpoint.step()
+            assert checkpoint.load(checkpoint.best_path)
+            checkpoint.best_path.unlink()
+
+
 def test_files_that_another_one_wrote_stay(tmp_path: Path) -> None:
     """Their names are as those of the files that it keeps."""
     other = dc.Checkpoint(tmp_path / "run-1.pt", part={"of": "run-1"})

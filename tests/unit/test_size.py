@@ -14,8 +14,8 @@ from helpers.paths import ROOT
 
 PACKAGE = ROOT / "distcollect"
 LONGEST_MODULE = 450
-LIMITS = {PACKAGE: 29_675, PACKAGE / "commands": 2_028, ROOT / "tests": 38_033}
-LIMITS |= {PACKAGE / "net": 1_416, PACKAGE / "transport": 1_213}
+LIMITS = {PACKAGE: 29_674, PACKAGE / "commands": 2_028, ROOT / "tests": 38_122}
+LIMITS |= {PACKAGE / "net": 1_416, PACKAGE / "transport": 1_212}
 
 
 def code_lines(path: Path) -> int:

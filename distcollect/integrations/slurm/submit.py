@@ -9,7 +9,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -119,7 +119,7 @@ def run(given: argparse.Namespace) -> int:
             "would be told to end when it begins; ask for more --time, or a shorter --notice"
         )
     command = [sys.executable, "-u", str(script), *given.arguments]
-    saved = None if given.resume is None else _saved(given.resume)
+    saved = [] if given.resume is None else _saved(given.resume)
     settings = {
         "name": name,
         "command": command,
@@ -142,8 +142,8 @@ def run(given: argparse.Namespace) -> int:
     return _submit(given, jobs, saved)
 
 
-def _saved(earlier: Path) -> Path:
-    """Return the file from which a run continues, of an earlier run."""
+def _saved(earlier: Path) -> list[Path]:
+    """Return the files with which a run continues, of an earlier run."""
     folder = RunFolder(earlier)
     saved = folder.path / "checkpoint.pt"
     if not saved.is_file():
@@ -156,7 +156,7 @@ def _saved(earlier: Path) -> Path:
             f"--resume {earlier}: its trainer has not said that it ended: 'distcollect status "
             f"{earlier}' shows its job, 'distcollect cancel {earlier}' ends it"
         )
-    return saved
+    return [saved, *folder.path.glob("checkpoint-best.pt")]
 
 
 def _add_workers(given: argparse.Namespace) -> int:
@@ -210,10 +210,10 @@ def _check_owners(option: str, path: Path) -> None:
         print(f"{option} {doubt}", file=sys.stderr)
 
 
-def _submit(given: argparse.Namespace, jobs: list[Job], saved: Path | None = None) -> int:
+def _submit(given: argparse.Namespace, jobs: list[Job], saved: Sequence[Path] = ()) -> int:
     """Submit the jobs of a run that is new, or has others, or show them.
 
-    A new run continues from the file ``saved``.
+    A new run continues with the files ``saved``.
     """
     if given.dry_run:
         for job in jobs:
@@ -233,8 +233,8 @@ def _submit(given: argparse.Namespace, jobs: list[Job], saved: Path | None = Non
     folder = jobs[0].folder
     if given.add_workers is None:
         folder.create(dict(jobs[0].settings))
-    if saved is not None:
-        shutil.copy2(saved, folder.path)
+    for file in saved:
+        shutil.copy2(file, folder.path)
     for job in jobs:
         who, times = job.about
         print(f"{who}: job {job.submit()}{times}", flush=True)
