@@ -485,14 +485,6 @@ class Operations(RuleBasedStateMachine):
             self.churned.add(number)
             self.workers.grow(number)
 
-    @precondition(lambda self: "preemptive_threshold" in self.options)
-    @rule()
-    def preempt(self) -> None:
-        """The rollouts that are collected for the next batch end early."""
-        pool = backend_of(self.collector).pool
-        pool._loop.do(pool._core.end_early)
-        self.take()
-
     # What must hold then.
 
     @invariant()
