@@ -105,9 +105,9 @@ class Engine(EngineBase):
         self._seeds = list(env_seeds)
         self.recovery.seed(self._seeds)
         num_ready = self.envs.num_ready
-        self._random_policy.seed(self._seeds[:num_ready])
-        always_random = isinstance(self._policy, RandomPolicy)
-        self._policy.seed((env_seeds if always_random else policy_seeds)[:num_ready])
+        self._policy.seed(policy_seeds[:num_ready])
+        # Other numbers than those of EpsilonGreedy's random actions, which the policy draws.
+        self._random_policy.seed([seed + 1 for seed in policy_seeds[:num_ready]])
         seed_global_generators(policy_seeds[0])
         self._reset_due = True
 
