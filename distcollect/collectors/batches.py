@@ -155,7 +155,7 @@ class Backend(ABC):
         self.age: LagStats | None = None
         self._options = options
         self._format = BatchFormat(options)
-        self._gaps = Gaps()
+        self._gaps = Gaps(takes_masked=options.replay_buffer is None)
         self.rests: set[int] = set()
         self._stats_recorder = stats_recorder
         self._waiting: Batch | None = None  # that the replay buffer did not take

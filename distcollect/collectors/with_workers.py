@@ -334,8 +334,15 @@ class WithWorkers(Backend):
         # The worker is another trainer's.
         counts = self._count_lags(rows, rollouts, lambda _, version: self.pool.age(version))
         self.lag, self.age = _stats_of(counts)
+        source, headers = (reference.run_id, reference.trainer), [reference.header]
+        self.rests = self._gaps.take(rows, headers, reference.layout.num_envs, source)
         frames = self._format.shaped(rows, reference.layout)
-        return self._give(Batch(without_stop(self._processed, frames)))
+
+        def settle(cause: str | None) -> None:
+            if cause is None:
+                self._gaps.delivered()
+
+        return self._give(Batch(without_stop(self._processed, frames), settle=settle))
 
     # What the user asks for between two batches.
 

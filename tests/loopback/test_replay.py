@@ -15,8 +15,9 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from helpers.envs import SamplingEnv
+from helpers.envs import SamplingEnv, StepCountEnv
 from helpers.loopback_pool import backend_of, loopback_collector
+from helpers.policies import ConstantPolicy
 from helpers.replay_buffers import Buffer, T
 from helpers.waiting import eventually
 from tensordict import TensorDict
@@ -320,3 +321,53 @@ def test_a_checkpoint_has_whole_batches(collector_of: Any, tmp_path: Path) -> No
 def test_rate_of_a_buffer_without_a_state() -> None:
     with pytest.raises(dc.ArgumentTypeError, match="no state_dict"):
         dc.Checkpoint("state.pt", buffer=dc.RateLimited(Buffer(), 1.0))
+
+
+class Permitted(StepCountEnv):
+    """Each step needs a permit."""
+
+    permits = threading.Semaphore(0)
+    num_steps = 0
+
+    def step(self, action: np.int64) -> Any:
+        assert Permitted.permits.acquire(timeout=60)
+        Permitted.num_steps += 1
+        return super().step(action)
+
+    @classmethod
+    def make_steps(cls, count: int) -> None:
+        wanted = cls.num_steps + count
+        cls.permits.release(count)
+        eventually(lambda: cls.num_steps == wanted)
+
+
+def test_no_trajectory_in_a_buffer_goes_on_over_masked_frames() -> None:
+    buffer, policy, rests = Buffer(), ConstantPolicy(), set[int]()
+    Permitted.permits, Permitted.num_steps = threading.Semaphore(0), 0
+    with loopback_collector(
+        Permitted,
+        policy,
+        frames_per_batch=T,
+        num_workers=1,
+        sync=False,
+        replay_buffer=buffer,
+        staleness=dc.Staleness(max_policy_lag=0, mode="mask"),
+    ) as collector:
+        Permitted.permits.release(T)
+        collector.next(60)
+        # The steps with the old weights: parts of rollouts; all of one, and a part of the next.
+        for num_steps, num_batches in ((3, 1), (5, 1), (T + 2, 2), (T - 4, 1)):
+            Permitted.make_steps(num_steps)
+            collector.update_policy_weights_(policy)
+            Permitted.make_steps(T * num_batches - num_steps)
+            for _ in range(num_batches):
+                collector.next(60)
+                rests |= collector.rests
+        Permitted.permits.release(100 * T)
+    frames = torch.stack(buffer.frames)
+    ids, numbers = frames["collector", "traj_ids"], frames["observation"][:, 0]
+    goes_on = numbers[1:] == numbers[:-1] + 1
+    assert torch.equal(ids[1:] == ids[:-1], goes_on)
+    assert rests == {*ids.tolist()} - {int(ids[0])}
+    assert len(frames) == 6 * T - sum(collector.stale_frames.values())
+    assert len(rests) == 4
