@@ -243,9 +243,11 @@ class InProcess(Backend):
                 "aSyncDataCollector, whose worker has copies"
             )
         self.drop("given_up")
+        self._evaluator.close()
         policy, models = copied(self._plan.policy, self._plan.models)
         plan = replace(self._plan, policy=policy, models=models)
         counter = self.engine.counter
+        self._give_up("given_up")  # the new engine resets the envs, also if this raises
         engine = build_engine_for(self.engine.envs, plan, traj_ids=self._traj_ids, counter=counter)
         engine.weights.version = self._version
         if self._seeded is not None:
@@ -256,16 +258,14 @@ class InProcess(Backend):
                 seed = env_seed(seed, num_rollouts, stream=Stream.BACKGROUND)
             _seed_engine(engine, seed, static_seed)
         own = published(self._plan.policy, self._plan.models)
+        super().use(background)
         self.unpublished = UnpublishedChanges(own, engine.weights.layout)
-        before = self._evaluator
         build = partial(build_engine, worker_id=self._options.worker_id)
         self._evaluator = Evaluator(plan, build)
         self.engine = engine
-        super().use(background)
-        self._give_up("given_up")  # the new engine resets the envs
+        self._give_up("given_up")  # it learns how many frames the user has
         if self._unclosed:
             self._unclosed = self._evaluator, engine.envs
-        before.close()
 
     def seed(self, seed: int, static_seed: bool) -> int:
         unused = env_seed(seed, self.layout.num_envs, stream=Stream.NEXT_COLLECTOR)

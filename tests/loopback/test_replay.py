@@ -17,7 +17,7 @@ import pytest
 import torch
 from helpers.envs import SamplingEnv, StepCountEnv
 from helpers.loopback_pool import backend_of, loopback_collector
-from helpers.policies import ConstantPolicy
+from helpers.policies import ConstantPolicy, ShownWeight
 from helpers.replay_buffers import Buffer, T
 from helpers.waiting import eventually
 from tensordict import TensorDict
@@ -371,3 +371,70 @@ def test_no_trajectory_in_a_buffer_goes_on_over_masked_frames() -> None:
     assert rests == {*ids.tolist()} - {int(ids[0])}
     assert len(frames) == 6 * T - sum(collector.stale_frames.values())
     assert len(rests) == 4
+
+
+class Fragile(StepCountEnv):
+    """Raises in so many of its next resets."""
+
+    num_failing = 0
+
+    def reset(self, **kwargs: Any) -> Any:
+        if Fragile.num_failing:
+            Fragile.num_failing -= 1
+            raise RuntimeError("down")
+        return super().reset(**kwargs)
+
+
+@pytest.mark.parametrize("is_torchrl", [False, True])
+def test_start_on_envs_that_raise(is_torchrl: bool) -> None:
+    """One that may not be replaced makes start() raise: its trajectory ends all the same."""
+    if is_torchrl:
+        envs = pytest.importorskip("torchrl.envs", reason="the torchrl extra is not installed")
+
+    def make() -> Any:
+        return envs.GymWrapper(Fragile()) if is_torchrl else Fragile()
+
+    for max_faults in (0, 3):
+        buffer = Buffer()
+        faults = dc.Faults(max_env_faults=max_faults)
+        with dc.SyncDataCollector(
+            make, frames_per_batch=T, total_frames=3 * T, replay_buffer=buffer, faults=faults
+        ) as collector:
+            collector.next()
+            Fragile.num_failing = 1
+            if max_faults == 0:
+                with pytest.raises(dc.EnvError, match="down"):
+                    collector.start()
+                collector.next()
+                collector.start()
+            else:
+                collector.start()
+                assert collector.ledger.total.env_faults == 1
+            eventually(lambda: not collector.is_running)
+        frames = torch.stack(buffer.frames)
+        ids, steps = frames["collector", "traj_ids"], frames["observation"][:, 0]
+        assert torch.equal(ids[1:] == ids[:-1], steps[1:] == steps[:-1] + 1)
+        assert len(frames) == 3 * T
+
+
+def test_start_on_envs_of_evaluations_that_do_not_close() -> None:
+    class Clinging(StepCountEnv):
+        def close(self) -> None:
+            if Fragile.num_failing:
+                Fragile.num_failing -= 1
+                raise RuntimeError("stuck")
+
+    policy, buffer = ShownWeight(), Buffer()
+    with dc.SyncDataCollector(
+        Clinging, policy, frames_per_batch=T, max_frames_per_traj=T, replay_buffer=buffer
+    ) as collector:
+        collector.evaluate(1)
+        Fragile.num_failing = 1
+        with pytest.raises(dc.EnvError, match="stuck"):
+            collector.start()
+        # It collects as before: with the policy itself.
+        policy.weight.data.fill_(3)
+        collector.next()
+        assert collector.evaluate(1).returns.tolist() == [T]
+        assert buffer.frames[-1]["weight"] == 3
+        collector.start()
