@@ -36,12 +36,12 @@ from distcollect.engine.interrupts import Stopped
 from distcollect.errors import ArgumentError, ArgumentTypeError, CollectorStateError, EnvError
 from distcollect.launch.cpu_placement import num_cores
 from distcollect.policy.weight_layout import is_part, module_of, published
+from distcollect.pool.policy_lag import count_lags, stats_of
 from distcollect.pool.publisher import Weights, WorkerIds
 from distcollect.pool.remote_calls import EnvCall
 from distcollect.results import (
     Evaluation,
     Frames,
-    LagStats,
     LedgerReport,
     Stats,
     WorkerState,
@@ -159,20 +159,22 @@ class InProcess(Backend):
         self._num_rollouts += 1
         self._stats_recorder.switch_to("assemble")
         self._stats_recorder.collected(header)
+        rollouts, newest = [Rollout(header, slab.local_tensors())], self._version
         try:
-            frames = self._assembled(self.layout, [Rollout(header, slab.local_tensors())])
+            frames = self._assembled(self.layout, rollouts)
+            # In the background, there may be newer weights than those at its beginning.
+            counts = count_lags(frames, rollouts, lambda _, used: newest - used, newest.__sub__)
         except BaseException:
             self._give_up("given_up")
             raise
-        none = LagStats(0, 0.0, 0)
-        return Batch(frames, [header], none, none, self._settle_last)
 
-    def _settle_last(self, cause: str | None) -> None:
-        """Count the frames of the last rollout as the user's, or as lost by ``cause``."""
-        if cause is None:
-            self._stats_recorder.delivered([(0, 0, self.frames_per_batch)])
-        else:
-            self._give_up(cause)
+        def settle(cause: str | None) -> None:
+            if cause is None:
+                self._stats_recorder.delivered((0, each.lag, each.num_frames) for each in counts[0])
+            else:
+                self._give_up(cause)
+
+        return Batch(frames, [header], *stats_of(counts), settle)
 
     def _give_up(self, cause: str) -> None:
         """Count all frames that the user does not have as lost."""

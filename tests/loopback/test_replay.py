@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -438,3 +439,21 @@ def test_start_on_envs_of_evaluations_that_do_not_close() -> None:
         assert collector.evaluate(1).returns.tolist() == [T]
         assert buffer.frames[-1]["weight"] == 3
         collector.start()
+
+
+def test_lags_of_frames_that_are_collected_in_the_background() -> None:
+    Permitted.permits, Permitted.num_steps = threading.Semaphore(0), 0
+    policy, buffer = ConstantPolicy(), Buffer()
+    with dc.SyncDataCollector(
+        Permitted, policy, frames_per_batch=T, total_frames=T, replay_buffer=buffer
+    ) as collector:
+        collector.start()
+        for _ in range(2):
+            Permitted.make_steps(2)
+            collector.update_policy_weights_(policy)
+        Permitted.permits.release(T - 4)
+        eventually(lambda: not collector.is_running)
+        lags = 2 - torch.stack(buffer.frames)["collector", "policy_version"]
+        assert lags.max() == 2
+        assert collector.version_lag == collector.policy_age == (0, lags.double().mean(), 2)
+        assert collector.stats().lag.frames == Counter(lags.tolist())
