@@ -28,6 +28,7 @@ from distcollect.collectors.pickling import copied
 from distcollect.common import checks, signals
 from distcollect.common.forks import Owner
 from distcollect.common.peer_ids import identity
+from distcollect.common.random_state import random_state_restored
 from distcollect.common.seeding import ENVS_PER_TRAINER, Stream, env_seed, process_seeds
 from distcollect.engine.base import EngineBase
 from distcollect.engine.build import build_engine, build_engine_for
@@ -248,17 +249,18 @@ class InProcess(Backend):
         self._evaluator.close()
         policy, models = copied(self._plan.policy, self._plan.models)
         plan = replace(self._plan, policy=policy, models=models)
-        counter = self.engine.counter
+        envs, counter = self.engine.envs, self.engine.counter
         self._give_up("given_up")  # the new engine resets the envs, also if this raises
-        engine = build_engine_for(self.engine.envs, plan, traj_ids=self._traj_ids, counter=counter)
+        with random_state_restored():  # the trainer goes on with its own numbers
+            engine = build_engine_for(envs, plan, traj_ids=self._traj_ids, counter=counter)
+            if self._seeded is not None:
+                seed, static_seed, since = self._seeded
+                if self._num_rollouts > since:
+                    # The seed itself would repeat the episodes from then on.
+                    num_rollouts = self._num_rollouts - since
+                    seed = env_seed(seed, num_rollouts, stream=Stream.BACKGROUND)
+                _seed_engine(engine, seed, static_seed)
         engine.weights.version = self._version
-        if self._seeded is not None:
-            seed, static_seed, since = self._seeded
-            if self._num_rollouts > since:
-                # The seed itself would repeat the episodes from then on.
-                num_rollouts = self._num_rollouts - since
-                seed = env_seed(seed, num_rollouts, stream=Stream.BACKGROUND)
-            _seed_engine(engine, seed, static_seed)
         own = published(self._plan.policy, self._plan.models)
         super().use(background)
         self.unpublished = UnpublishedChanges(own, engine.weights.layout)

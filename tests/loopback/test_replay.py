@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import threading
 import time
@@ -97,6 +98,19 @@ def test_a_resumed_run_does_not_repeat_its_episodes_in_the_background() -> None:
     assert not torch.equal(resumed, begun)
     again = first_in_the_background(lambda it: (it.set_seed(7), it.next()))
     assert not torch.equal(again, begun)
+
+
+def test_start_leaves_the_trainers_random_numbers_alone() -> None:
+    def draw(seed: int) -> list[float]:
+        with sync(Buffer(), total_frames=FRAMES) as collector:
+            collector.set_seed(7)
+            torch.manual_seed(seed)
+            np.random.seed(seed)  # noqa: NPY002
+            random.seed(seed)
+            collector.start()
+            return [float(torch.rand(1)), np.random.rand(), random.random()]  # noqa: NPY002
+
+    assert not {*draw(1)} & {*draw(2)}
 
 
 def test_weights_are_published_just_as_a_batch_begins(monkeypatch: pytest.MonkeyPatch) -> None:
