@@ -14,6 +14,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from helpers.envs import StepCountEnv
 from helpers.judge_seeds import RandomEnv, RandomPolicy, differing
 from helpers.loopback_pool import loopback_collector
 from helpers.waiting import eventually
@@ -243,3 +244,30 @@ def test_random_actions_have_nothing_to_do_with_the_envs_numbers(
         assert 0.3 < (row == other).float().mean() < 0.7
     for batch in batches:
         assert 0.4 < batch["next", "reward"].mean() < 0.6
+
+
+class Refusing(StepCountEnv):
+    """Raises in the reset that ``num_left`` counts down to."""
+
+    num_left = 0
+
+    def reset(self, **kwargs: Any) -> Any:
+        Refusing.num_left -= 1
+        if Refusing.num_left == 0:
+            raise RuntimeError("down")
+        return super().reset(**kwargs)
+
+
+def test_a_seed_that_the_second_env_refuses_ends_the_trajectory_of_the_first() -> None:
+    """TorchRL's wrapper resets an env when it gets a seed."""
+    envs = pytest.importorskip("torchrl.envs", reason="the torchrl extra is not installed")
+    with dc.SyncDataCollector(
+        lambda: envs.GymWrapper(Refusing()), frames_per_batch=8, envs_per_worker=2
+    ) as collector:
+        before = collector.next()["collector", "traj_ids"]
+        Refusing.num_left = 2
+        with pytest.raises(dc.EnvError, match=r"env 1 .*set_seed.*down"):
+            collector.set_seed(3)
+        batch = collector.next()
+    assert batch["observation"][..., 0].tolist() == [[0, 1, 2, 3]] * 2
+    assert not torch.isin(batch["collector", "traj_ids"], before).any()

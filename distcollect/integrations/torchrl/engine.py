@@ -88,11 +88,11 @@ class TensorDictEngine(EngineBase):
 
     def seed(self, env_seeds: Sequence[int], policy_seeds: Sequence[int]) -> None:
         """Seed the envs as TorchRL does; the policy draws from the global generators."""
+        self._reset_due = True  # some envs may be reset if seeding another one raises
         self.recovery.seed(env_seeds)
         static_seed = len(env_seeds) > 1 and len(set(env_seeds)) == 1
         self.next_seed = self.envs.set_seeds(env_seeds, static_seed=static_seed)
         seed_global_generators(policy_seeds[0])
-        self._reset_due = True
 
     def use_traj_ids(self, traj_ids: Iterator[int]) -> None:
         self._trajectories.use_ids(traj_ids)
