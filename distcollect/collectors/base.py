@@ -474,7 +474,8 @@ class DataCollectorBase(ABC):
     def rests(self) -> frozenset[int]:
         """The ids of trajectories in the last batch that are the rest of an episode.
 
-        What came before was dropped: by a native vector env, or with a whole rollout.
+        What came before was dropped by a native vector env, is masked and so not in the replay
+        buffer, or is in a rollout that was dropped or that another trainer got.
         """
         return frozenset(self._backend.rests)
 

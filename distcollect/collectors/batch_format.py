@@ -87,6 +87,8 @@ class BatchFormat:
     def processed(self, batch: TensorDict) -> TensorDict:
         """The batch as it is delivered: with ``split_trajs`` and ``postproc`` applied.
 
+        For a replay buffer without what the mask leaves out, ``[F]``, if there is a mask.
+
         Raises:
             ArgumentTypeError: ``postproc`` returned no TensorDict. Its own errors pass through.
         """
@@ -96,19 +98,23 @@ class BatchFormat:
         if options.track_policy_version:
             for key in ("policy_version", ("next", "policy_version")):
                 batch[key] = batch["collector", "policy_version"].clone()
+        mask = batch.get(MASK, None)
         if not options.track_traj_ids:
-            mask = batch.get(MASK, None)
             del batch["collector"]
             if mask is not None:
                 batch[MASK] = mask
-        if options.postproc is None:
+        if options.postproc is not None:
+            batch = options.postproc(batch)
+            if not isinstance(batch, TensorDictBase):
+                raise ArgumentTypeError(
+                    f"postproc returned {type(batch).__name__}: it must return a TensorDict"
+                )
+            mask = batch.get(MASK, mask)  # it may have selected other entries
+        if options.replay_buffer is None or mask is None:
             return batch
-        result = options.postproc(batch)
-        if not isinstance(result, TensorDictBase):
-            raise ArgumentTypeError(
-                f"postproc returned {type(result).__name__}: it must return a TensorDict"
-            )
-        return result
+        if batch.shape.numel() != mask.numel():
+            return batch  # of what postproc has chosen itself
+        return batch.reshape(-1)[mask.reshape(-1)]
 
 
 @dataclass

@@ -155,7 +155,7 @@ class Backend(ABC):
         self.age: LagStats | None = None
         self._options = options
         self._format = BatchFormat(options)
-        self._gaps = Gaps()
+        self._gaps = Gaps(takes_masked=options.replay_buffer is None)
         self.rests: set[int] = set()
         self._stats_recorder = stats_recorder
         self._waiting: Batch | None = None  # that the replay buffer did not take
@@ -331,19 +331,18 @@ class Backend(ABC):
 
     def _give(self, batch: Batch) -> TensorDict | None:
         self._waiting, buffer = batch, self._options.replay_buffer
-        if buffer is not None and batch.frames is not None:
+        if buffer is not None and batch.frames is not None and batch.frames.shape.numel():
             by_step = not self._options.extend_buffer and self.layout.num_envs > 1
             frames = frames_for(batch.frames, buffer, self._rollouts_of, by_step=by_step)
-            if frames.shape.numel():  # frames.numel() is 1 for an empty TensorDict
-                with self._lock:
-                    if self._is_closed:
-                        raise CollectorStateError("the collector was shut down meanwhile")
-                    self._adding = batch
-                try:
-                    without_stop(buffer.extend, frames)
-                except BaseException:
-                    self._adding = None
-                    raise
+            with self._lock:
+                if self._is_closed:
+                    raise CollectorStateError("the collector was shut down meanwhile")
+                self._adding = batch
+            try:
+                without_stop(buffer.extend, frames)
+            except BaseException:
+                self._adding = None
+                raise
         self._waiting = None
         self._settle(batch, None)
         return batch.frames if buffer is None else None

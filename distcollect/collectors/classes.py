@@ -289,10 +289,11 @@ class RPCDataCollector(DataCollectorBase):
         """Fetch a rollout that another trainer handed over, directly from its worker.
 
         This process must be able to reach the worker at the address by which the worker reaches its
-        own trainer. The frames keep their ids and versions; ``("collector", "worker_id")`` is the
-        worker's id at the other trainer. Their lag is measured against all versions of this
-        trainer. They don't count towards ``total_frames`` here, and are in the other trainer's
-        ledger. A reference can be used once, even if that fails.
+        own trainer. The frames keep their versions, and their ids where no frame before them is
+        missing; ``("collector", "worker_id")`` is the worker's id at the other trainer. Their lag
+        is measured against all versions of this trainer. They don't count towards ``total_frames``
+        here, and are in the other trainer's ledger. A reference can be used once, even if that
+        fails.
 
         Args:
             reference: what :meth:`hand_over` returned.

@@ -1,16 +1,16 @@
-"""Where rollouts are missing between those that the user gets, no trajectory goes on."""
+"""Where frames are missing between those that the user gets, no trajectory goes on."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDict
 
 from distcollect.common.peer_ids import identity
 from distcollect.rollout.header import Header
-from distcollect.rollout.layout import TRAJ_IDS
+from distcollect.rollout.layout import MASK, TRAJ_IDS
 
 
 class _Last(NamedTuple):
@@ -28,50 +28,69 @@ class _Last(NamedTuple):
 
 
 class Gaps:
-    """Gives the rest of a trajectory a new id where a rollout before it was not delivered."""
+    """Gives the rest of a trajectory a new id where frames before it were not delivered."""
 
-    def __init__(self) -> None:
-        """Start without rollouts."""
-        self._workers: dict[int, _Last] = {}  # by worker_id
-        self._taken: dict[int, _Last] = {}  # the same, once the batch is delivered
+    def __init__(self, *, takes_masked: bool) -> None:
+        """Start without rollouts; ``takes_masked``: the user gets masked frames too."""
+        self._takes_masked = takes_masked
+        self._workers: dict[Any, _Last] = {}  # by trainer and worker_id
+        self._taken: dict[Any, _Last] = {}  # the same, once the batch is delivered
         self._own_ids: Iterator[int] | None = None
 
-    def take(self, frames: TensorDict, headers: Sequence[Header], num_envs: int) -> set[int]:
+    def take(
+        self, frames: TensorDict, headers: Sequence[Header], num_envs: int, trainer: Any = None
+    ) -> set[int]:
         """Write new ids to the next batch, and return those of trajectories without a beginning.
 
         Args:
             frames: of W rollouts, ordered as ``[W, n, T]``.
             headers: of the rollouts.
             num_envs: n.
+            trainer: whose workers they are; None: this one's.
         """
         self._taken = {}
         rests = {traj_id for header in headers for traj_id in header.work.rests}
+        mask = None if self._takes_masked else frames.get(MASK, None)
         for index, header in enumerate(headers):
             worker_id, incarnation, sequence = header[:3]
-            known = self._taken if worker_id in self._taken else self._workers
-            following, rows, new_ids = known.get(worker_id, _Last())
+            worker = trainer, worker_id
+            known = self._taken if worker in self._taken else self._workers
+            following, rows, new_ids = known.get(worker, _Last())
             if header.work.was_reset or not sequence:
                 rows, new_ids = frozenset(), {}
             elif following != (incarnation, sequence):
                 rows = frozenset(range(num_envs))
-            if rows or new_ids:
+            if rows or new_ids or mask is not None:
                 whole = {*header.work.begun}.difference(header.work.rests)
                 ids = frames[TRAJ_IDS]
                 of_rollouts = ids.reshape(len(headers), num_envs, -1)
-                rows, new_ids = self._cut(of_rollouts[index], rows, new_ids, whole)
+                own = first = of_rollouts[index]
+                if mask is not None:
+                    # Versions only grow, so those that are too old are at a row's beginning.
+                    counts = mask.reshape(of_rollouts.shape)[index]
+                    first = own.where(counts, -1).gather(1, counts.int().argmax(1, keepdim=True))
+                    masked = (own >= 0) & ~counts
+                    rows |= {*masked[:, 0].nonzero().flatten().tolist()}
+                    whole -= {*own[masked].tolist()}
+                rows, new_ids = self._cut(own, first[:, 0].tolist(), rows, new_ids, whole)
                 rests.update(new_ids.values())
                 frames[TRAJ_IDS] = of_rollouts.reshape(ids.shape)
-            self._taken[worker_id] = _Last((incarnation, sequence + 1), rows, new_ids)
+            self._taken[worker] = _Last((incarnation, sequence + 1), rows, new_ids)
         return rests
 
     def _cut(
-        self, ids: torch.Tensor, rows: frozenset[int], new_ids: dict[int, int], whole: set[int]
+        self,
+        ids: torch.Tensor,
+        first: list[int],
+        rows: frozenset[int],
+        new_ids: dict[int, int],
+        whole: set[int],
     ) -> tuple[frozenset[int], dict[int, int]]:
         """Write new ids to a rollout's ``[n, T]``; what :class:`_Last` has after it.
 
-        ``whole``: trajectories whose first frame is that of a row; nothing of them is missing.
+        ``first``: of each row the id of the first frame that counts; -1: none does. ``whole``:
+        trajectories whose first frame is that of a row; nothing of them is missing.
         """
-        first = ids[:, 0].tolist()
         if -1 not in first:  # else it was preempted before each row had a frame
             new_ids = {old: new for old, new in new_ids.items() if old in first}
         own_ids = self._own_ids = self._own_ids or identity().own_traj_ids()

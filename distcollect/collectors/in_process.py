@@ -28,6 +28,7 @@ from distcollect.collectors.pickling import copied
 from distcollect.common import checks, signals
 from distcollect.common.forks import Owner
 from distcollect.common.peer_ids import identity
+from distcollect.common.random_state import random_state_restored
 from distcollect.common.seeding import ENVS_PER_TRAINER, Stream, env_seed, process_seeds
 from distcollect.engine.base import EngineBase
 from distcollect.engine.build import build_engine, build_engine_for
@@ -36,12 +37,12 @@ from distcollect.engine.interrupts import Stopped
 from distcollect.errors import ArgumentError, ArgumentTypeError, CollectorStateError, EnvError
 from distcollect.launch.cpu_placement import num_cores
 from distcollect.policy.weight_layout import is_part, module_of, published
+from distcollect.pool.policy_lag import count_lags, stats_of
 from distcollect.pool.publisher import Weights, WorkerIds
 from distcollect.pool.remote_calls import EnvCall
 from distcollect.results import (
     Evaluation,
     Frames,
-    LagStats,
     LedgerReport,
     Stats,
     WorkerState,
@@ -159,20 +160,22 @@ class InProcess(Backend):
         self._num_rollouts += 1
         self._stats_recorder.switch_to("assemble")
         self._stats_recorder.collected(header)
+        rollouts, newest = [Rollout(header, slab.local_tensors())], self._version
         try:
-            frames = self._assembled(self.layout, [Rollout(header, slab.local_tensors())])
+            frames = self._assembled(self.layout, rollouts)
+            # In the background, there may be newer weights than those at its beginning.
+            counts = count_lags(frames, rollouts, lambda _, used: newest - used, newest.__sub__)
         except BaseException:
             self._give_up("given_up")
             raise
-        none = LagStats(0, 0.0, 0)
-        return Batch(frames, [header], none, none, self._settle_last)
 
-    def _settle_last(self, cause: str | None) -> None:
-        """Count the frames of the last rollout as the user's, or as lost by ``cause``."""
-        if cause is None:
-            self._stats_recorder.delivered([(0, 0, self.frames_per_batch)])
-        else:
-            self._give_up(cause)
+        def settle(cause: str | None) -> None:
+            if cause is None:
+                self._stats_recorder.delivered((0, each.lag, each.num_frames) for each in counts[0])
+            else:
+                self._give_up(cause)
+
+        return Batch(frames, [header], *stats_of(counts), settle)
 
     def _give_up(self, cause: str) -> None:
         """Count all frames that the user does not have as lost."""
@@ -243,29 +246,30 @@ class InProcess(Backend):
                 "aSyncDataCollector, whose worker has copies"
             )
         self.drop("given_up")
+        self._evaluator.close()
         policy, models = copied(self._plan.policy, self._plan.models)
         plan = replace(self._plan, policy=policy, models=models)
-        counter = self.engine.counter
-        engine = build_engine_for(self.engine.envs, plan, traj_ids=self._traj_ids, counter=counter)
+        envs, counter = self.engine.envs, self.engine.counter
+        self._give_up("given_up")  # the new engine resets the envs, also if this raises
+        with random_state_restored():  # the trainer goes on with its own numbers
+            engine = build_engine_for(envs, plan, traj_ids=self._traj_ids, counter=counter)
+            if self._seeded is not None:
+                seed, static_seed, since = self._seeded
+                if self._num_rollouts > since:
+                    # The seed itself would repeat the episodes from then on.
+                    num_rollouts = self._num_rollouts - since
+                    seed = env_seed(seed, num_rollouts, stream=Stream.BACKGROUND)
+                _seed_engine(engine, seed, static_seed)
         engine.weights.version = self._version
-        if self._seeded is not None:
-            seed, static_seed, since = self._seeded
-            if self._num_rollouts > since:
-                # The seed itself would repeat the episodes from then on.
-                num_rollouts = self._num_rollouts - since
-                seed = env_seed(seed, num_rollouts, stream=Stream.BACKGROUND)
-            _seed_engine(engine, seed, static_seed)
         own = published(self._plan.policy, self._plan.models)
+        super().use(background)
         self.unpublished = UnpublishedChanges(own, engine.weights.layout)
-        before = self._evaluator
         build = partial(build_engine, worker_id=self._options.worker_id)
         self._evaluator = Evaluator(plan, build)
         self.engine = engine
-        super().use(background)
-        self._give_up("given_up")  # the new engine resets the envs
+        self._give_up("given_up")  # it learns how many frames the user has
         if self._unclosed:
             self._unclosed = self._evaluator, engine.envs
-        before.close()
 
     def seed(self, seed: int, static_seed: bool) -> int:
         unused = env_seed(seed, self.layout.num_envs, stream=Stream.NEXT_COLLECTOR)

@@ -80,7 +80,8 @@ class CollectorOptions:
         init_random_frames: the first frames, this many rounded up to whole rollouts (in sync mode
             to whole batches), have random actions.
         reset_at_each_iter: start every rollout with a reset of all envs.
-        postproc: called with each batch, in this process; what it returns is delivered.
+        postproc: called with each batch, in this process; what it returns is delivered. With a
+            ``replay_buffer`` it may drop the mask; if it drops frames too, padding among them.
         split_trajs: deliver ``[trajectories, longest]``, one row for each trajectory of the
             batch, padded with zeros; padding is False in ``("collector", "mask")``.
         trajs_per_batch: deliver exactly this many whole trajectories at a time, in the order in

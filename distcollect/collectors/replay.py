@@ -20,7 +20,6 @@ from distcollect.errors import (
     DeadlineError,
 )
 from distcollect.integrations import load
-from distcollect.rollout.layout import MASK
 
 
 @runtime_checkable
@@ -42,10 +41,10 @@ def frames_for(
     *,
     by_step: bool,
 ) -> TensorDict:
-    """What ``buffer`` is given of a batch: its frames without padding; there may be none.
+    """What ``buffer`` is given of a batch that has frames.
 
     Args:
-        batch: the batch.
+        batch: the batch, see :meth:`.BatchFormat.processed`.
         buffer: where it is to be added.
         rollouts_of: the rollouts ``[n, T]`` of a batch. They are joined along time for a buffer
             with rows (TorchRL's storages with ``ndim`` above 1), which has one row for each env.
@@ -55,8 +54,6 @@ def frames_for(
     if batch.device is None and isinstance(device, torch.device):
         # A TorchRL storage on a device takes frames that name it.
         batch = batch.to(device)
-    if MASK in batch.keys(include_nested=True):
-        return batch[batch[MASK]]
     ndim = num_dims(buffer)
     if not by_step and ndim == 1:
         return batch.reshape(-1)

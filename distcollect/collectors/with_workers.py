@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from typing import Any, TypeVar
 
 from tensordict import TensorDict
@@ -30,12 +29,12 @@ from distcollect.launch.open_hosts import WantedHosts
 from distcollect.policy.weight_layout import published
 from distcollect.pool.background_evaluation import Evaluators
 from distcollect.pool.handover import HandoverReceiver, RolloutReference
-from distcollect.pool.policy_lag import VersionFrames, count_lags
+from distcollect.pool.policy_lag import VersionFrames, count_lags, stats_of
 from distcollect.pool.pool import Delivery, Pool
 from distcollect.pool.publisher import Publisher, Weights, WorkerIds
 from distcollect.pool.remote_calls import EnvCall, RemoteCalls
 from distcollect.pool.worker_slots import BatchPlan
-from distcollect.results import Evaluation, LagStats, LedgerReport, Stats, WorkerState
+from distcollect.results import Evaluation, LedgerReport, Stats, WorkerState
 from distcollect.rollout.header import Rollout
 from distcollect.roster.manager import Workers
 from distcollect.telemetry.recorder import StatsRecorder
@@ -272,7 +271,7 @@ class WithWorkers(Backend):
                 return
             self.pool.delivered(delivery, counts)
 
-        return Batch(frames, headers, *_stats_of(counts), settle)
+        return Batch(frames, headers, *stats_of(counts), settle)
 
     def _count_lags(
         self, rows: TensorDict, rollouts: Sequence[Rollout], lag_of: Callable[[int, int], int]
@@ -316,7 +315,7 @@ class WithWorkers(Backend):
         version, num_frames = header.policy_version[0], header.num_frames
         lag, age = self.pool.lag(header.worker_id, version), self.pool.age(version)
         self._stats_recorder.delivered([(header.worker_id, lag, num_frames)])
-        self._count([header], *_stats_of([[VersionFrames(lag, age, num_frames, False)]]))
+        self._count([header], *stats_of([[VersionFrames(lag, age, num_frames, False)]]))
         return RolloutReference(
             identity().trainer,
             identity().run_id,
@@ -339,9 +338,16 @@ class WithWorkers(Backend):
         rows = self._assembled(reference.layout, rollouts)
         # The worker is another trainer's.
         counts = self._count_lags(rows, rollouts, lambda _, version: self.pool.age(version))
-        self.lag, self.age = _stats_of(counts)
+        self.lag, self.age = stats_of(counts)
+        source, headers = (reference.run_id, reference.trainer), [reference.header]
+        self.rests = self._gaps.take(rows, headers, reference.layout.num_envs, source)
         frames = self._format.shaped(rows, reference.layout)
-        return self._give(Batch(without_stop(self._processed, frames)))
+
+        def settle(cause: str | None) -> None:
+            if cause is None:
+                self._gaps.delivered()
+
+        return self._give(Batch(without_stop(self._processed, frames), settle=settle))
 
     # What the user asks for between two batches.
 
@@ -407,12 +413,6 @@ def _plan_for(
     # A worker that joins later begins again at the start of the list of makers.
     joined = worker_id - num_first
     return plans[worker_id if joined < 0 else joined % num_collecting]
-
-
-def _stats_of(counts: Sequence[Sequence[VersionFrames]]) -> tuple[LagStats, LagStats]:
-    """Return the summaries of lags and ages."""
-    lags, ages, nums, _ = zip(*chain.from_iterable(counts), strict=True)
-    return LagStats.of(lags, nums), LagStats.of(ages, nums)
 
 
 def _stop(parts: Sequence[Any]) -> None:

@@ -89,8 +89,9 @@ class EngineBase(ABC):
         """Start over with these seeds at the next rollout.
 
         Args:
-            env_seeds: one for each env, and for the random actions in it.
-            policy_seeds: one for each env, for what the policy draws in it.
+            env_seeds: one for each env. Nothing else draws by these: a space or generator with the
+                same seed gives the very numbers that the env draws.
+            policy_seeds: one for each env, for what the policy draws in it, and random actions.
         """
 
     def reset(self) -> None:

@@ -92,7 +92,9 @@ class Engine(EngineBase):
         try:
             envs.reset()
         except Faulted as faulted:
-            raise faulted.faults[0].error from faulted.__cause__
+            if not self.counter.stepped:  # so it is not known whether they work
+                raise faulted.faults[0].error from faulted.__cause__
+            self._rebuild(faulted)
         check_actions(envs, self._policy.try_out())
         self.layout = _layout(envs, self._policy, normalizer)
         self._trajectories = Trajectories(envs.num_envs, traj_ids)
@@ -105,9 +107,9 @@ class Engine(EngineBase):
         self._seeds = list(env_seeds)
         self.recovery.seed(self._seeds)
         num_ready = self.envs.num_ready
-        self._random_policy.seed(self._seeds[:num_ready])
-        always_random = isinstance(self._policy, RandomPolicy)
-        self._policy.seed((env_seeds if always_random else policy_seeds)[:num_ready])
+        self._policy.seed(policy_seeds[:num_ready])
+        # Other numbers than those of EpsilonGreedy's random actions, which the policy draws.
+        self._random_policy.seed([seed + 1 for seed in policy_seeds[:num_ready]])
         seed_global_generators(policy_seeds[0])
         self._reset_due = True
 
@@ -147,13 +149,16 @@ class Engine(EngineBase):
         try:
             self.envs.reset(self._seeds)
         except Faulted as faulted:
-            for fault in faulted.faults:
-                self.recovery.rebuild(fault)
+            self._rebuild(faulted)
         self.step_timer.was_reset(begin, clock_ns())
         self._seeds = None
         self._reset_due = False
         self.counter.lose("row_skew", self._loop.drop_waiting())
         self._loop.begin_all()
+
+    def _rebuild(self, faulted: Faulted) -> None:
+        for fault in faulted.faults:
+            self.recovery.rebuild(fault)
 
 
 def user_policy(

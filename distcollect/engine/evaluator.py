@@ -198,9 +198,9 @@ class Evaluator:
         return episodes
 
     def close(self) -> None:
-        """Close the envs."""
-        for engine in self._engines.values():
-            engine.close()
+        """Close the envs; another evaluation makes new ones."""
+        while self._engines:
+            self._engines.popitem()[1].close()
 
 
 def _seed(engine: EngineBase, seed: int, num_starts: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from tensordict import TensorDict
 
 from distcollect.config import Staleness
+from distcollect.results import LagStats
 from distcollect.rollout.header import Rollout
 
 
@@ -73,6 +75,12 @@ def count_lags(
             mask[index][versions[index] == version] = False
         batch["collector", "mask"] = mask.reshape(batch.shape)
     return lags
+
+
+def stats_of(counts: Sequence[Sequence[VersionFrames]]) -> tuple[LagStats, LagStats]:
+    """Return the summaries of lags and ages."""
+    lags, ages, nums, _ = zip(*chain.from_iterable(counts), strict=True)
+    return LagStats.of(lags, nums), LagStats.of(ages, nums)
 
 
 def _versions(versions: torch.Tensor, traj_ids: torch.Tensor) -> list[tuple[int, int]]:

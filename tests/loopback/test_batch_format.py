@@ -245,6 +245,34 @@ def test_frames_name_the_device_of_the_buffer(
     assert [frames.device, frames["next"].device] == [device] * 2
 
 
+def _selected(batch: TensorDict) -> TensorDict:
+    return batch.select("observation", ("next", "reward"))
+
+
+@pytest.mark.parametrize("settings", [{"split_trajs": True}, {"trajs_per_batch": 1}], ids=str)
+@pytest.mark.parametrize(
+    "postproc",
+    [
+        _selected,
+        lambda batch: _selected(batch).reshape(-1),
+        lambda batch: _selected(batch[batch["collector", "mask"]]),
+    ],
+    ids=["selected", "flat", "its own choice"],
+)
+def test_a_buffer_gets_no_padding_whatever_postproc_leaves_out(
+    settings: dict[str, Any], postproc: Any
+) -> None:
+    buffer = KeepingBuffer()
+    kind = {"replay_buffer": buffer, "postproc": postproc, "total_frames": 12 * T, **settings}
+    with make(dc.SyncDataCollector, Maker(3, 1), num_envs=3, **kind) as collector:
+        list(collector)
+        num_frames = collector.frames - collector.abandoned_frames
+    frames = torch.cat(buffer.added)
+    assert len(frames) == num_frames
+    assert {*frames.keys()} == {"observation", "next"}
+    assert (frames["next", "reward"] > 0).all(), "padding has no rewards"
+
+
 def test_whole_trajectories_without_padding() -> None:
     kind = {"trajs_per_batch": 2, "total_frames": 4 * T, "traj_format": "cat"}
     with make(dc.SyncDataCollector, Maker(3), num_envs=1, **kind) as collector:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.counting_envs import CountingMaker
+from helpers.envs import StepCountEnv
 from helpers.loopback_pool import loopback_collector, workers_of
 from helpers.policies import ShownWeight
 from helpers.waiting import eventually
@@ -68,6 +69,25 @@ def test_a_rollout_is_handed_over_and_taken(collector: dc.RPCDataCollector) -> N
     with pytest.raises(dc.RolloutGone, match=r"worker 0: .*it was taken already") as caught:
         collector.take_over(reference, SOON_S)
     assert caught.value.worker_id == 0
+
+
+@pytest.mark.parametrize("length", [30, 10_000])
+def test_no_trajectory_goes_on_over_a_rollout_that_the_taker_does_not_have(length: int) -> None:
+    """The trainer that collects keeps each third one."""
+    taken, rests = [], set[int]()
+    with loopback_collector(
+        StepCountEnv, frames_per_batch=20, num_workers=1, max_frames_per_traj=length
+    ) as collector:
+        for count in range(9):
+            if count % 3 == 2:
+                collector.next(SOON_S)
+                continue
+            taken.append(collector.take_over(collector.hand_over(SOON_S), SOON_S)[0])
+            rests |= collector.rests
+    frames = torch.cat(taken)
+    ids, steps = frames["collector", "traj_ids"], frames["observation"][:, 0]
+    assert torch.equal(ids[1:] == ids[:-1], steps[1:] == steps[:-1] + 1)
+    assert rests == {*ids.tolist()} - {*ids[steps == 0].tolist()}
 
 
 def test_its_memory_is_not_written_to_until_it_was_taken(collector: dc.RPCDataCollector) -> None:

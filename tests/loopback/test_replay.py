@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -15,8 +17,9 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from helpers.envs import SamplingEnv
+from helpers.envs import SamplingEnv, StepCountEnv
 from helpers.loopback_pool import backend_of, loopback_collector
+from helpers.policies import ConstantPolicy, ShownWeight
 from helpers.replay_buffers import Buffer, T
 from helpers.waiting import eventually
 from tensordict import TensorDict
@@ -95,6 +98,19 @@ def test_a_resumed_run_does_not_repeat_its_episodes_in_the_background() -> None:
     assert not torch.equal(resumed, begun)
     again = first_in_the_background(lambda it: (it.set_seed(7), it.next()))
     assert not torch.equal(again, begun)
+
+
+def test_start_leaves_the_trainers_random_numbers_alone() -> None:
+    def draw(seed: int) -> list[float]:
+        with sync(Buffer(), total_frames=FRAMES) as collector:
+            collector.set_seed(7)
+            torch.manual_seed(seed)
+            np.random.seed(seed)  # noqa: NPY002
+            random.seed(seed)
+            collector.start()
+            return [float(torch.rand(1)), np.random.rand(), random.random()]  # noqa: NPY002
+
+    assert not {*draw(1)} & {*draw(2)}
 
 
 def test_weights_are_published_just_as_a_batch_begins(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,3 +349,138 @@ def test_a_checkpoint_has_whole_batches(collector_of: Any, tmp_path: Path) -> No
 def test_rate_of_a_buffer_without_a_state() -> None:
     with pytest.raises(dc.ArgumentTypeError, match="no state_dict"):
         dc.Checkpoint("state.pt", buffer=dc.RateLimited(Buffer(), 1.0))
+
+
+class Permitted(StepCountEnv):
+    """Each step needs a permit."""
+
+    permits = threading.Semaphore(0)
+    num_steps = 0
+
+    def step(self, action: np.int64) -> Any:
+        assert Permitted.permits.acquire(timeout=60)
+        Permitted.num_steps += 1
+        return super().step(action)
+
+    @classmethod
+    def make_steps(cls, count: int) -> None:
+        wanted = cls.num_steps + count
+        cls.permits.release(count)
+        eventually(lambda: cls.num_steps == wanted)
+
+
+def test_no_trajectory_in_a_buffer_goes_on_over_masked_frames() -> None:
+    buffer, policy, rests = Buffer(), ConstantPolicy(), set[int]()
+    Permitted.permits, Permitted.num_steps = threading.Semaphore(0), 0
+    with loopback_collector(
+        Permitted,
+        policy,
+        frames_per_batch=T,
+        num_workers=1,
+        sync=False,
+        replay_buffer=buffer,
+        staleness=dc.Staleness(max_policy_lag=0, mode="mask"),
+    ) as collector:
+        Permitted.permits.release(T)
+        collector.next(60)
+        # The steps with the old weights: parts of rollouts; all of one, and a part of the next.
+        for num_steps, num_batches in ((3, 1), (5, 1), (T + 2, 2), (T - 4, 1)):
+            Permitted.make_steps(num_steps)
+            collector.update_policy_weights_(policy)
+            Permitted.make_steps(T * num_batches - num_steps)
+            for _ in range(num_batches):
+                collector.next(60)
+                rests |= collector.rests
+        Permitted.permits.release(100 * T)
+    frames = torch.stack(buffer.frames)
+    ids, numbers = frames["collector", "traj_ids"], frames["observation"][:, 0]
+    goes_on = numbers[1:] == numbers[:-1] + 1
+    assert torch.equal(ids[1:] == ids[:-1], goes_on)
+    assert rests == {*ids.tolist()} - {int(ids[0])}
+    assert len(frames) == 6 * T - sum(collector.stale_frames.values())
+    assert len(rests) == 4
+
+
+class Fragile(StepCountEnv):
+    """Raises in so many of its next resets."""
+
+    num_failing = 0
+
+    def reset(self, **kwargs: Any) -> Any:
+        if Fragile.num_failing:
+            Fragile.num_failing -= 1
+            raise RuntimeError("down")
+        return super().reset(**kwargs)
+
+
+@pytest.mark.parametrize("is_torchrl", [False, True])
+def test_start_on_envs_that_raise(is_torchrl: bool) -> None:
+    """One that may not be replaced makes start() raise: its trajectory ends all the same."""
+    if is_torchrl:
+        envs = pytest.importorskip("torchrl.envs", reason="the torchrl extra is not installed")
+
+    def make() -> Any:
+        return envs.GymWrapper(Fragile()) if is_torchrl else Fragile()
+
+    for max_faults in (0, 3):
+        buffer = Buffer()
+        faults = dc.Faults(max_env_faults=max_faults)
+        with dc.SyncDataCollector(
+            make, frames_per_batch=T, total_frames=3 * T, replay_buffer=buffer, faults=faults
+        ) as collector:
+            collector.next()
+            Fragile.num_failing = 1
+            if max_faults == 0:
+                with pytest.raises(dc.EnvError, match="down"):
+                    collector.start()
+                collector.next()
+                collector.start()
+            else:
+                collector.start()
+                assert collector.ledger.total.env_faults == 1
+            eventually(lambda: not collector.is_running)
+        frames = torch.stack(buffer.frames)
+        ids, steps = frames["collector", "traj_ids"], frames["observation"][:, 0]
+        assert torch.equal(ids[1:] == ids[:-1], steps[1:] == steps[:-1] + 1)
+        assert len(frames) == 3 * T
+
+
+def test_start_on_envs_of_evaluations_that_do_not_close() -> None:
+    class Clinging(StepCountEnv):
+        def close(self) -> None:
+            if Fragile.num_failing:
+                Fragile.num_failing -= 1
+                raise RuntimeError("stuck")
+
+    policy, buffer = ShownWeight(), Buffer()
+    with dc.SyncDataCollector(
+        Clinging, policy, frames_per_batch=T, max_frames_per_traj=T, replay_buffer=buffer
+    ) as collector:
+        collector.evaluate(1)
+        Fragile.num_failing = 1
+        with pytest.raises(dc.EnvError, match="stuck"):
+            collector.start()
+        # It collects as before: with the policy itself.
+        policy.weight.data.fill_(3)
+        collector.next()
+        assert collector.evaluate(1).returns.tolist() == [T]
+        assert buffer.frames[-1]["weight"] == 3
+        collector.start()
+
+
+def test_lags_of_frames_that_are_collected_in_the_background() -> None:
+    Permitted.permits, Permitted.num_steps = threading.Semaphore(0), 0
+    policy, buffer = ConstantPolicy(), Buffer()
+    with dc.SyncDataCollector(
+        Permitted, policy, frames_per_batch=T, total_frames=T, replay_buffer=buffer
+    ) as collector:
+        collector.start()
+        for _ in range(2):
+            Permitted.make_steps(2)
+            collector.update_policy_weights_(policy)
+        Permitted.permits.release(T - 4)
+        eventually(lambda: not collector.is_running)
+        lags = 2 - torch.stack(buffer.frames)["collector", "policy_version"]
+        assert lags.max() == 2
+        assert collector.version_lag == collector.policy_age == (0, lags.double().mean(), 2)
+        assert collector.stats().lag.frames == Counter(lags.tolist())

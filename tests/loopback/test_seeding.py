@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import threading
@@ -13,6 +14,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from helpers.envs import StepCountEnv
 from helpers.judge_seeds import RandomEnv, RandomPolicy, differing
 from helpers.loopback_pool import loopback_collector
 from helpers.waiting import eventually
@@ -200,3 +202,72 @@ def test_a_seed_gives_the_same_batches_however_many_were_taken_before(num_before
             runs.append([collector.next().clone() for _ in range(3)])
     assert [int(batch["collector", "worker_id"][0, 0]) for batch in runs[0]] == [0, 1, 0]
     assert differing(*runs) == []
+
+
+class Coin(gym.Env[np.ndarray, int]):
+    """Rewards guesses of a fair coin."""
+
+    observation_space = gym.spaces.Box(0, 1, (1,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+    num_steps = 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict]:
+        super().reset(seed=seed)
+        self.num_steps = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict]:
+        self.num_steps += 1
+        reward = float(self.np_random.integers(2) == action)
+        return np.zeros(1, np.float32), reward, False, self.num_steps == 100, {}
+
+
+@pytest.mark.parametrize("static_seed", [False, True])
+@pytest.mark.parametrize("has_policy", [False, True])
+def test_random_actions_have_nothing_to_do_with_the_envs_numbers(
+    has_policy: bool, static_seed: bool
+) -> None:
+    """Nor those of one env with another's, or the first random frames with EpsilonGreedy's."""
+
+    def zeros(observation: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(len(observation), dtype=torch.long)
+
+    policy = dc.EpsilonGreedy(zeros, 1.0) if has_policy else None
+    with dc.SyncDataCollector(
+        Coin, policy, frames_per_batch=400, envs_per_worker=2, init_random_frames=400
+    ) as collector:
+        assert 0.3 < collector.evaluate(20).returns.mean() / 100 < 0.7 or has_policy
+        collector.set_seed(3, static_seed=static_seed)
+        batches = [collector.next() for _ in range(2)]
+    rows = [row for batch in batches for row in batch["action"]]
+    for row, other in itertools.combinations(rows, 2):
+        assert 0.3 < (row == other).float().mean() < 0.7
+    for batch in batches:
+        assert 0.4 < batch["next", "reward"].mean() < 0.6
+
+
+class Refusing(StepCountEnv):
+    """Raises in the reset that ``num_left`` counts down to."""
+
+    num_left = 0
+
+    def reset(self, **kwargs: Any) -> Any:
+        Refusing.num_left -= 1
+        if Refusing.num_left == 0:
+            raise RuntimeError("down")
+        return super().reset(**kwargs)
+
+
+def test_a_seed_that_the_second_env_refuses_ends_the_trajectory_of_the_first() -> None:
+    """TorchRL's wrapper resets an env when it gets a seed."""
+    envs = pytest.importorskip("torchrl.envs", reason="the torchrl extra is not installed")
+    with dc.SyncDataCollector(
+        lambda: envs.GymWrapper(Refusing()), frames_per_batch=8, envs_per_worker=2
+    ) as collector:
+        before = collector.next()["collector", "traj_ids"]
+        Refusing.num_left = 2
+        with pytest.raises(dc.EnvError, match=r"env 1 .*set_seed.*down"):
+            collector.set_seed(3)
+        batch = collector.next()
+    assert batch["observation"][..., 0].tolist() == [[0, 1, 2, 3]] * 2
+    assert not torch.isin(batch["collector", "traj_ids"], before).any()

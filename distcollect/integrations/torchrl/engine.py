@@ -81,18 +81,18 @@ class TensorDictEngine(EngineBase):
         self._frames: list[TensorDictBase] = []  # not written to the slab yet
         self._given: set[Key] = set()  # the entries that frames had so far
         with policy.exploring():
-            self._td = self._started(envs.reset())
+            self._td = self._started(self._after_reset(may_rebuild=bool(self.counter.stepped)))
         self.layout = layout_of(envs, self._td, policy.try_out(self._td))
         assert self.layout.torchrl_keys is not None
         self._done_keys = [_short(key) for key in self.layout.torchrl_keys.done]
 
     def seed(self, env_seeds: Sequence[int], policy_seeds: Sequence[int]) -> None:
         """Seed the envs as TorchRL does; the policy draws from the global generators."""
+        self._reset_due = True  # some envs may be reset if seeding another one raises
         self.recovery.seed(env_seeds)
         static_seed = len(env_seeds) > 1 and len(set(env_seeds)) == 1
         self.next_seed = self.envs.set_seeds(env_seeds, static_seed=static_seed)
         seed_global_generators(policy_seeds[0])
-        self._reset_due = True
 
     def use_traj_ids(self, traj_ids: Iterator[int]) -> None:
         self._trajectories.use_ids(traj_ids)
@@ -207,14 +207,20 @@ class TensorDictEngine(EngineBase):
 
     def _reset(self) -> None:
         begin = clock_ns()
-        try:
-            td = self.envs.reset()
-        except EnvError as error:
-            td = self._rebuilt(error)
+        td = self._after_reset(may_rebuild=True)
         self.step_timer.was_reset(begin, clock_ns())
         self._reset_due = False
         self._trajectories.begin(range(self.envs.num_envs))
         self._td = self._started(td)
+
+    def _after_reset(self, *, may_rebuild: bool) -> TensorDictBase:
+        """What a reset of all envs gives; ``may_rebuild``: replace an env that raises."""
+        try:
+            return self.envs.reset()
+        except EnvError as error:
+            if not may_rebuild:
+                raise
+            return self._rebuilt(error)
 
     def _rebuilt(self, error: EnvError) -> TensorDictBase:
         """Replace the env that raised; what a reset of all envs gives then."""
