@@ -857,6 +857,9 @@ class DataCollectorBase(ABC):
         Collection continues afterwards where it was; these frames are not counted. If all workers
         are being replaced when it is called, it waits for the first one.
 
+        Where this process steps the envs, the global random generators are afterwards as they were
+        before: what other threads of yours draw from them meanwhile comes again.
+
         Args:
             num_episodes: number of episodes in total, shared among all envs of these workers.
             worker_ids: the workers that play: an int, a list, a slice; None: all.

@@ -53,6 +53,7 @@ from distcollect.transport.worker_service import EvaluationRequest
 
 # For the envs to close at exit.
 _CLOSING_LIMIT_S = 60.0
+_in_background: weakref.WeakSet[InProcess] = weakref.WeakSet()
 
 
 class InProcess(Backend):
@@ -80,6 +81,7 @@ class InProcess(Backend):
         worker_id = options.worker_id
         build = partial(build_engine, worker_id=worker_id, shared=True)
         self._evaluator = Evaluator(self._plan, build)
+        self._set_others_apart()
         with contextlib.ExitStack() as if_it_fails:
             if_it_fails.callback(identity().free_traj_ids, self._traj_ids)
             self.engine = build(self._plan, traj_ids=self._traj_ids)
@@ -243,6 +245,7 @@ class InProcess(Backend):
                 "aSyncDataCollector, whose worker has copies"
             )
         self.drop("given_up")
+        self._set_others_apart()
         policy, models = copied(self._plan.policy, self._plan.models)
         plan = replace(self._plan, policy=policy, models=models)
         counter = self.engine.counter
@@ -262,6 +265,7 @@ class InProcess(Backend):
         self._evaluator = Evaluator(plan, build)
         self.engine = engine
         super().use(background)
+        _in_background.add(self)
         self._give_up("given_up")  # the new engine resets the envs
         if self._unclosed:
             self._unclosed = self._evaluator, engine.envs
@@ -288,6 +292,7 @@ class InProcess(Backend):
                 "evaluate() needs envs of its own: pass the collector a callable that makes one "
                 "instead of an env"
             )
+        self._set_others_apart()
         with self._paused(request.timeout_s):
             self.engine.weights.apply()
             try:
@@ -295,6 +300,11 @@ class InProcess(Backend):
             except EnvError as error:
                 self._stats_recorder.evaluation_failed(error)
                 raise
+
+    def _set_others_apart(self) -> None:
+        """Global generators are set back here: other threads' policies would draw numbers again."""
+        for each in {*_in_background} - {self}:
+            each.engine.draw_apart()
 
     def _paused(self, timeout_s: float) -> AbstractContextManager[None]:
         """Within, the thread that collects in the background waits."""

@@ -93,6 +93,9 @@ class EngineBase(ABC):
             policy_seeds: one for each env, for what the policy draws in it.
         """
 
+    def draw_apart(self) -> None:  # noqa: B027 - policies of TorchRL's envs have no streams
+        """Have the policy draw from streams of its own after the next step; from any thread."""
+
     def reset(self) -> None:
         """Reset all envs at the beginning of the next rollout."""
         self._reset_due = True

@@ -111,6 +111,9 @@ class Engine(EngineBase):
         seed_global_generators(policy_seeds[0])
         self._reset_due = True
 
+    def draw_apart(self) -> None:
+        self.interrupts.add_job(self._policy.draw_apart)
+
     def swap_weights(self, up_to: int | None = None) -> None:
         super().swap_weights(up_to)
         self._loop.renew_states()

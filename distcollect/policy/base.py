@@ -194,6 +194,9 @@ class Policy(ABC):
     def seed(self, seeds: Sequence[int]) -> None:
         """From now on draw for env i from a stream of its own, seeded with ``seeds[i]``."""
 
+    def draw_apart(self) -> None:  # noqa: B027 - most draw so anyway
+        """Don't draw from the global generators any more."""
+
     def begin(self, rows: Sequence[int]) -> None:
         """Episodes begin in ``rows``: forget the ones before."""
         if self.state is not None:

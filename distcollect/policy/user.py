@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import gymnasium as gym
+import numpy as np
 import torch
 from tensordict.nn import set_interaction_type
 
@@ -102,6 +103,11 @@ class UserPolicy(Policy):
     def seed(self, seeds: Sequence[int]) -> None:
         self.draw_from(PerEnvRng(seeds))
         self._random.seed(seeds)
+
+    def draw_apart(self) -> None:
+        if self._rng is None:
+            seeds = np.random.SeedSequence().generate_state(self._inputs.num_envs, np.uint64)
+            self.draw_from(PerEnvRng(seeds))
 
     def draw_from(self, rng: PerEnvRng | None) -> None:
         """Draw from these streams from now on; None: from torch's own generators."""

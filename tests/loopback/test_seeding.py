@@ -15,7 +15,9 @@ import pytest
 import torch
 from helpers.judge_seeds import RandomEnv, RandomPolicy, differing
 from helpers.loopback_pool import loopback_collector
+from helpers.replay_buffers import KeepingBuffer
 from helpers.waiting import eventually
+from torch import nn
 
 import distcollect as dc
 from distcollect.common.peer_ids import Identity
@@ -127,6 +129,32 @@ def test_an_evaluation_leaves_the_global_generators_as_they_were() -> None:
                 collector.evaluate(3, seed=1)
             runs.append([collector.next()])
     assert differing(*runs) == []
+
+
+class Drawing(nn.Module):
+    """Returns what it draws, with weights that a copy for the background can have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, observation: torch.Tensor) -> Any:
+        drawn = torch.rand(len(observation), dtype=torch.float64)
+        return (drawn < 0.5).long(), {"drawn": drawn}
+
+
+def test_another_collector_does_not_make_the_background_draw_its_numbers_again() -> None:
+    buffer = KeepingBuffer()
+    options: dict[str, Any] = {"frames_per_batch": 100, "total_frames": 3000}
+    with (
+        dc.SyncDataCollector("CartPole-v1", Drawing(), replay_buffer=buffer, **options) as drawing,
+        dc.SyncDataCollector("CartPole-v1", Drawing(), **options) as other,
+    ):
+        drawing.start()
+        while drawing.is_running:
+            other.evaluate(1, seed=3)
+    drawn = torch.cat([frames["drawn"] for frames in buffer.added])
+    assert len(drawn.unique()) == len(drawn) == 3000
 
 
 class SeededOnce(gym.Wrapper[Any, Any, Any, Any]):
