@@ -875,6 +875,10 @@ class DataCollectorBase(ABC):
         Collection continues afterwards where it was; these frames are not counted. If all workers
         are being replaced when it is called, it waits for the first one.
 
+        Where this process steps the envs, the global random generators are afterwards as they were
+        before. What other threads draw from them meanwhile comes again: also another collector's
+        that was started, unless it was seeded.
+
         Args:
             num_episodes: number of episodes in total, shared among all envs of these workers.
             worker_ids: the workers that play, each in its own kind of envs if there is a list of

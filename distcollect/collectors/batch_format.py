@@ -70,19 +70,18 @@ class BatchFormat:
         batch.names = [*[None] * (batch.ndim - 1), "time"]
         return batch
 
-    def rollouts(self, batch: TensorDict, num_envs: int, num_rollouts: int) -> list[TensorDict]:
-        """The rollouts ``[n, T]`` in a batch, or the batch itself if each is of a single env.
+    def rollouts(self, batch: TensorDict, num_rollouts: int) -> list[TensorDict]:
+        """The rollouts ``[n, T]`` in a batch, or ``[T]`` of single envs.
 
         Args:
             batch: as :meth:`shaped` returned it.
-            num_envs: n.
             num_rollouts: number of rollouts in the batch.
         """
-        if num_envs == 1 or num_rollouts == 1 or batch.ndim < 2:
+        if num_rollouts == 1:
             return [batch]
-        if self._joins == "stack":
+        if self._joins == "stack" and batch.ndim > 1:  # which postproc may have changed
             return list(batch.unbind(0))
-        return list(batch.chunk(num_rollouts, 1 if self._joins == -1 else 0))
+        return list(batch.chunk(num_rollouts, -1 if self._joins == -1 else 0))
 
     def processed(self, batch: TensorDict) -> TensorDict:
         """The batch as it is delivered: with ``split_trajs`` and ``postproc`` applied.

@@ -378,8 +378,7 @@ class Backend(ABC):
         """The rollouts in a batch; the batch itself where it has another form."""
         if batch.numel() != self.frames_per_batch:
             return [batch]
-        options = self._options
-        return self._format.rollouts(batch, self.layout.num_envs, options.rollouts_per_batch)
+        return self._format.rollouts(batch, self._options.rollouts_per_batch)
 
     def _made(self, timeout_s: float | None) -> Batch | None:
         if (watch := self.unpublished) is not None:  # once: another thread may publish now

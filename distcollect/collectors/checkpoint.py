@@ -38,9 +38,10 @@ from distcollect.launch.run_folder import RunFolder, obstacle
 log = logging.getLogger(__name__)
 
 _FORMAT = 1
-# Whether it is of an evaluation, which counts more, and the value that ``best`` names.
-_Result: TypeAlias = tuple[bool, float]
-_NO_RESULT: _Result = (False, -math.inf)
+# How much it counts, which is 1 for an evaluation and less for fewer episodes of training, and the
+# value that ``best`` names.
+_Result: TypeAlias = tuple[float, float]
+_NO_RESULT: _Result = (0.0, -math.inf)
 # Between two looks whether SLURM has started the trainer again elsewhere: a file on a shared disk.
 _CHECK_START_S = 10.0
 _ADDING_S = 60.0  # for a batch that is being added to a buffer
@@ -113,8 +114,9 @@ class Checkpoint:
                 that another path's ``Checkpoint`` wrote stay.
             best: "return", or the name of a metric of ``Monitor(metrics=...)``: the save with the
                 highest value is also kept as ``checkpoint-best.pt``. The value is the mean of the
-                collector's newest evaluation, or, without any, of its last hundred episodes. A
-                better evaluation is saved at the next :meth:`step`.
+                collector's newest evaluation, or, without any, of its last hundred episodes; while
+                there are fewer, as after a restart, no save of more is replaced. A better
+                evaluation is saved at the next :meth:`step`.
             save_on_ctrl_c: Ctrl-C also saves, as a signal does, and then raises its
                 KeyboardInterrupt; pressed again meanwhile, it raises that without saving.
             parts: what to save, by name: objects with ``state_dict`` and ``load_state_dict``, or
@@ -335,7 +337,8 @@ class Checkpoint:
         value = (
             episodes.mean_return if self._best == "return" else episodes.metrics[str(self._best)]
         )
-        return (is_evaluated, value) if math.isfinite(value) else _NO_RESULT
+        weight = 1.0 if is_evaluated else min(episodes.count, 100) / 101
+        return (weight, value) if math.isfinite(value) else _NO_RESULT
 
     def step(self) -> bool:
         """Save if it is time, after the last batch, or if an evaluation was the best.
@@ -359,8 +362,8 @@ class Checkpoint:
             self._check_start()
         if signals.requested_signal():
             self._save_and_exit()
-        is_evaluated, _ = result = self._result()
-        is_best = is_evaluated and result > self._best_result
+        weight, _ = result = self._result()
+        is_best = weight == 1 and result > self._best_result
         is_due = is_best or time.monotonic() - self._saved_at >= self._every_s
         is_due |= self._is_over() and not self._saved_end
         if is_due:

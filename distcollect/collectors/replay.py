@@ -46,8 +46,8 @@ def frames_for(
     Args:
         batch: the batch, see :meth:`.BatchFormat.processed`.
         buffer: where it is to be added.
-        rollouts_of: the rollouts ``[n, T]`` of a batch. They are joined along time for a buffer
-            with rows (TorchRL's storages with ``ndim`` above 1), which has one row for each env.
+        rollouts_of: the rollouts ``[n, T]`` of a batch. A buffer with rows (TorchRL's storages with
+            ``ndim`` above 1) gets one row for each env of all of them.
         by_step: an entry of the buffer is one step of all envs of a worker.
     """
     device = getattr(load("storage of a buffer")(buffer), "device", None)
@@ -58,12 +58,13 @@ def frames_for(
     if not by_step and ndim == 1:
         return batch.reshape(-1)
     rollouts = rollouts_of(batch)
-    joined = rollouts[0] if len(rollouts) == 1 else torch.cat(list(rollouts), -1)
     if ndim == 1:
         # Time comes first, as a buffer's entries are along the first dimension.
+        joined = rollouts[0] if len(rollouts) == 1 else torch.cat(list(rollouts), -1)
         return joined.permute(-1, *range(joined.ndim - 1))
-    # Single envs may have no dimension of rows, or those of workers and envs.
-    return joined.reshape(-1, *joined.shape[max(0, joined.ndim - ndim + 1) :])
+    # Single envs may have no dimension of rows.
+    rows = [each.reshape(-1, *each.shape[max(0, each.ndim - ndim + 1) :]) for each in rollouts]
+    return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
 def num_dims(buffer: object) -> int:

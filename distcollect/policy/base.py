@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
@@ -100,22 +100,28 @@ class Exploration(str, enum.Enum):
 def _deterministic(distribution: Distribution) -> torch.Tensor | None:
     """Return the first of deterministic_sample, mode and mean that a distribution has.
 
-    If it has none, but is made of another distribution by transforms, return what they make of
-    the value of that: for a normal distribution behind a tanh, tanh(mean), as in SAC (Haarnoja et
-    al., "Soft actor-critic algorithms and applications", 2018).
+    Each element is the first that is not NaN, so that an env's action is the same beside any other
+    env's. If it has none, but is made of another distribution by transforms, return what they make
+    of the value of that: for a normal distribution behind a tanh, tanh(mean), as in SAC (Haarnoja
+    et al., "Soft actor-critic algorithms and applications", 2018).
     """
-    undefined = None
+    chosen: torch.Tensor | None = None
+    for value in _candidates(distribution):
+        if value is not None:
+            chosen = value if chosen is None else chosen.where(~chosen.isnan(), value)
+            if not chosen.isnan().any():
+                break
+    return chosen  # NaN, if the policy itself returned NaN
+
+
+def _candidates(distribution: Distribution) -> Iterator[torch.Tensor | None]:
     for name in ("deterministic_sample", "mode", "mean"):
-        value = _value(distribution, name)
-        if value is not None and not value.isnan().any():
-            return value
-        undefined = value if undefined is None else undefined
+        yield _value(distribution, name)
     if isinstance(distribution, Independent | TransformedDistribution):
         value = _deterministic(distribution.base_dist)
         for transform in getattr(distribution, "transforms", ()) if value is not None else ():
             value = transform(value)
-        undefined = value if undefined is None else undefined
-    return undefined  # NaN, if the policy itself returned NaN
+        yield value
 
 
 def _value(distribution: Distribution, name: str) -> torch.Tensor | None:

@@ -6,16 +6,19 @@ import dis
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import cached_property, lru_cache, partial
 from inspect import getattr_static
 from itertools import chain
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import NamedTuple
 
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule
 from torch import nn
+
+from distcollect.errors import users_errors
 
 _MOST_SEARCHED = 100_000  # objects; a callable may refer to anything, for example a whole dataset
 _NEVER_SEARCHED = (ModuleType, str, bytes, int, float, torch.Tensor, TensorDictBase)
@@ -41,25 +44,30 @@ def held_modules(policy: object) -> dict[str, nn.Module]:
     found: dict[str, nn.Module] = {}
     seen: dict[int, object] = {}  # the objects themselves, so that their ids stay valid
     read = dict.fromkeys(_CALLED)  # the attributes that code reads
+    within: set[int] = set()  # ids of the parts of those that were found
     of_kind: dict[type, list[object]] = {}  # classes of the user's, and objects of them
     to_search = deque([("", policy)])
     while to_search and len(seen) < _MOST_SEARCHED:
         name, thing = to_search.popleft()
-        if id(thing) not in seen:
+        is_env = any(kind.__name__ == "EnvBase" for kind in type(thing).__mro__)
+        if id(thing) not in seen and not is_env:
             seen[id(thing)] = thing
             parts: list[object] = [thing]
-            if any(kind.__name__ == "EnvBase" for kind in type(thing).__mro__):
+            try:
+                if isinstance(thing, nn.Module):
+                    found[_free_name(name or "policy", found)] = thing
+                    parts = list(thing.modules())
+                    within.update(id(part) for part in parts[1:])
+                    # TensorDictModules may call what is no module.
+                    inner = [part.module for part in parts if isinstance(part, TensorDictModule)]
+                    to_search.extend((name, each) for each in inner if id(each) not in within)
+                elif not isinstance(thing, (type, *_NEVER_SEARCHED)):
+                    if isinstance(thing, FunctionType):
+                        read |= _reads_of(thing).attributes
+                    more = _parts(thing)
+                    to_search.extend((f"{name}_{key}".strip("_"), each) for key, each in more)
+            except users_errors():  # it stands for something that is not there yet
                 parts = []
-            elif isinstance(thing, nn.Module):
-                found[_free_name(name or "policy", found)] = thing
-                parts = list(thing.modules())
-                # TensorDictModules may call what is no module.
-                inner = (part.module for part in parts if isinstance(part, TensorDictModule))
-                to_search.extend((name, each) for each in inner if not isinstance(each, nn.Module))
-            elif not isinstance(thing, (type, *_NEVER_SEARCHED)):
-                if isinstance(thing, FunctionType):
-                    read |= _reads_of(thing).attributes
-                to_search.extend((f"{name}_{key}".strip("_"), each) for key, each in _parts(thing))
             for part in parts:
                 kind = part if isinstance(part, type) else type(part)
                 if not _is_of_library(kind.__module__):
@@ -67,8 +75,6 @@ def held_modules(policy: object) -> dict[str, nn.Module]:
         if not to_search:
             members = _members(of_kind, read)
             to_search.extend((key, each) for key, each in members if id(each) not in seen)
-    several = found.values() if len(found) > 1 else ()
-    within = {id(part) for each in several for part in each.modules() if part is not each}
     return {
         name: module
         for name, module in found.items()
@@ -88,12 +94,9 @@ def _free_name(name: str, taken: Mapping[str, object]) -> str:
 def _parts(thing: object) -> Iterator[tuple[str, object]]:
     """Return what an object that is no module refers to, each part with its name."""
     if isinstance(thing, MethodType):
-        yield "", thing.__self__
-        yield "", thing.__func__
+        yield from (("", thing.__self__), ("", thing.__func__))
     elif isinstance(thing, partial):
-        yield "", thing.func
-        yield from _parts(thing.args)
-        yield from _parts(thing.keywords)
+        yield from (("", thing.func), ("", thing.args), ("", thing.keywords))
     elif isinstance(thing, FunctionType):
         yield from _variables(thing)
     elif isinstance(thing, dict):
@@ -102,10 +105,11 @@ def _parts(thing: object) -> Iterator[tuple[str, object]]:
     elif isinstance(thing, list | tuple | deque):
         yield from ((str(index), value) for index, value in enumerate(thing))
     yield from getattr(thing, "__dict__", {}).items()
-    for kind in type(thing).__mro__:
-        slots = vars(kind).get("__slots__", ())
-        for slot in (slots,) if isinstance(slots, str) else slots:
-            yield slot, getattr(thing, slot, None)
+    for attributes in (vars(kind) for kind in type(thing).__mro__ if "__slots__" in vars(kind)):
+        for name, slot in attributes.items():
+            if isinstance(slot, MemberDescriptorType):
+                with suppress(AttributeError):  # it has no value
+                    yield name, slot.__get__(thing)
 
 
 def _members(
@@ -135,18 +139,14 @@ def _is_of_library(module: str | None) -> bool:
 
 def _variables(function: FunctionType) -> Iterator[tuple[str, object]]:
     """Return a function's defaults, and the variables of its closure and of files that it uses."""
-    yield from _parts(function.__defaults__ or ())
-    yield from _parts(function.__kwdefaults__ or {})
+    yield from (("", function.__defaults__), ("", function.__kwdefaults__))
     variables, reads = function.__globals__, _reads_of(function)
-    package = variables.get("__package__")
-    files = [sys.modules.get(name) for name in reads.imports]
-    files += [sys.modules.get(f"{package}.{name}") for name in reads.imports]
+    package = f"{variables.get('__package__')}."
+    files = [sys.modules.get(at + name) for name in reads.imports for at in ("", package)]
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
+        with suppress(ValueError):  # not assigned yet
             yield name, cell.cell_contents
             files.append(cell.cell_contents)
-        except ValueError:  # not assigned yet
-            continue
     for first, *attributes in reads.variables:
         name, value = first, variables.get(first)
         for attribute in attributes:

@@ -152,7 +152,7 @@ class TestTorchRLsNamesOfWorkers:
 
 @pytest.mark.parametrize("cat_results", [0, -1, "stack"])
 @pytest.mark.parametrize("envs_per_worker", [1, 2])
-def test_a_buffer_with_rows_gets_rollouts_joined_along_time(
+def test_a_buffer_with_rows_gets_one_for_each_env_of_all_workers(
     cat_results: Any, envs_per_worker: int
 ) -> None:
     buffer = KeepingBuffer(ndim=2)
@@ -166,9 +166,9 @@ def test_a_buffer_with_rows_gets_rollouts_joined_along_time(
         replay_buffer=buffer,
     ) as collector:
         assert collector.next() is None
-    # Rollouts of single envs stay together: each worker is a row, unless cat_results joins them.
-    joined = envs_per_worker == 2 or cat_results == -1
-    assert buffer.shapes == [(envs_per_worker, 8) if joined else (2, 4)]
+    assert buffer.shapes == [(2 * envs_per_worker, 4)]
+    workers = buffer.added[0]["collector", "worker_id"]
+    assert workers.tolist() == [[each] * 4 for each in (0, 1) for _ in range(envs_per_worker)]
 
 
 @pytest.mark.parametrize("name", ["extend_buffer", "replay_buffer_chunk"])

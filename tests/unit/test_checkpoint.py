@@ -196,6 +196,22 @@ def test_the_best_begins_anew_where_its_file_is_missing(tmp_path: Path) -> None:
             checkpoint.best_path.unlink()
 
 
+def test_one_episode_after_a_restart_is_not_better_than_a_hundred(tmp_path: Path) -> None:
+    policy, found = Constant(), []
+    for value, frames_per_batch in ((1.0, 100), (2.0, 50)):
+        with dc.SyncDataCollector(Echo, policy, frames_per_batch=frames_per_batch) as collector:
+            parts = {"policy": policy, "collector": collector}
+            checkpoint = dc.Checkpoint(tmp_path / "c.pt", best="return", **parts)
+            checkpoint.load()
+            nn.init.constant_(policy.value, value)
+            for _ in range(100 // frames_per_batch):
+                collector.next()
+                checkpoint.save()
+                saved = torch.load(checkpoint.best_path, weights_only=True)
+                found.append(saved["parts"]["policy"]["value"].item())
+    assert found == [1.0, 1.0, 2.0]
+
+
 def test_files_that_another_one_wrote_stay(tmp_path: Path) -> None:
     """Their names are as those of the files that it keeps."""
     other = dc.Checkpoint(tmp_path / "run-1.pt", part={"of": "run-1"})

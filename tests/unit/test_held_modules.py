@@ -153,6 +153,18 @@ class Shared:
         return self.critic(self.actor(observation))
 
 
+class Private:
+    """Has a module in a slot whose name is private."""
+
+    __slots__ = ("__net",)
+
+    def __init__(self) -> None:
+        self.__net = net
+
+    def __call__(self, observation: torch.Tensor) -> Any:
+        return self.__net(observation)
+
+
 def late() -> Any:
     def policy(observation: torch.Tensor) -> torch.Tensor:
         return after(observation)  # noqa: F821 - deleted
@@ -170,6 +182,7 @@ ONE = {
     "object that uses a global": Calling(),
     "class attribute": Shared(),
     "method of an object with a class attribute": Shared().__call__,
+    "private slot": Private(),
     "comprehension": in_a_comprehension,
     "compiled": torch.compile(net.forward, backend="eager"),
     "part of another": Agent(nn.Sequential(net), net).act,
@@ -322,6 +335,28 @@ def test_a_configuration_may_lack_values() -> None:
     config = OmegaConf.structured(_Unset)
     assert module_of(partial(by_another, config=config)) is net
     assert module_of(partial(by_another, net=UserDict({"net": other}))) is not net
+
+
+class Absent:
+    """Stands for something that is not there, as Werkzeug's and wrapt's proxies may."""
+
+    __slots__ = ("absent",)
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
+class AbsentWithAll(Absent):
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
+@pytest.mark.parametrize("kind", [Absent, AbsentWithAll])
+def test_what_raises_when_it_is_looked_at_holds_nothing(kind: Any) -> None:
+    policy = partial(by_another, absent=kind(), further=Agent(other))
+    found = module_of(policy)
+    assert found is not None
+    assert list(found.children()) == [net, other]
 
 
 def test_an_env_is_no_policy() -> None:

@@ -19,6 +19,7 @@ from tensordict.nn import (
 from torch import nn
 from torch.distributions import (
     Bernoulli,
+    Beta,
     Categorical,
     Distribution,
     Independent,
@@ -173,6 +174,17 @@ def test_deterministic_takes_the_mode_or_mean(make: Any, action: str, mode: Any)
     assert actions["action",].tolist() == mode
     assert torch.allclose(extras["action_log_prob",], make().log_prob(torch.tensor(mode).float()))
     assert extras["action_log_prob",].shape == (N,)
+
+
+def test_the_mode_of_one_env_does_not_depend_on_others() -> None:
+    """Where it is not defined, that env's action is the mean."""
+    some, flat = torch.tensor([[2.0, 3.0]]), torch.ones(1, 2)
+
+    def chosen(alpha: torch.Tensor, beta: torch.Tensor) -> Any:
+        return Exploration.DETERMINISTIC.choose(Independent(Beta(alpha, beta), 1)).tolist()
+
+    [alone] = chosen(some, 2 * some)
+    assert chosen(torch.cat([some, flat]), torch.cat([2 * some, flat])) == [alone, [0.5, 0.5]]
 
 
 @pytest.mark.parametrize(
