@@ -36,7 +36,7 @@ from distcollect.engine.interrupts import Stopped
 from distcollect.errors import ArgumentError, ArgumentTypeError, CollectorStateError, EnvError
 from distcollect.launch.cpu_placement import num_cores
 from distcollect.policy.weight_layout import is_part, module_of, published
-from distcollect.pool.publisher import Weights, WorkerIds
+from distcollect.pool.publisher import Weights, WorkerIds, is_by_worker
 from distcollect.pool.remote_calls import EnvCall
 from distcollect.results import (
     Evaluation,
@@ -202,9 +202,9 @@ class InProcess(Backend):
         self.hooks = hooks
 
     def _publish(self, weights: Weights | None, worker_ids: WorkerIds, *, wait: bool) -> None:
-        if worker_ids is not None:
+        if worker_ids is not None or is_by_worker(weights):
             raise ArgumentTypeError(
-                "worker_ids is given, but this collector has no weight updater and no workers: it "
+                "workers are named, but this collector has no weight updater and no workers: it "
                 "steps its envs itself; leave worker_ids out"
             )
         with self._alone() if self._background is None else contextlib.nullcontext():

@@ -344,16 +344,17 @@ class WithWorkers(Backend):
     ) -> PushHandle | None:
         # A version that is sent to no worker would be unknown to workers that join later.
         self.workers.await_enough()
-        push = self.publisher.publish(weights, worker_ids, self.last_workers)
-        if wait and push is not None:
+        pushes = self.publisher.publish(weights, worker_ids, self.last_workers)
+        for push in pushes if wait else ():
             try:
-                push.wait()
+                if push is not None:
+                    push.wait()
             except WorkerLost:
                 signals.check()
                 # A worker that joins later starts with these weights.
                 if not self.workers.is_elastic:
                     raise
-        return push
+        return pushes[-1]
 
     def set_hooks(self, hooks: Hooks) -> None:
         pickled = pickling.pickled_hooks(hooks.pre_collect, hooks.post_collect)

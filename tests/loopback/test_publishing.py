@@ -164,6 +164,27 @@ class TestToWhom:
             collector.update_policy_weights_(worker_ids=worker_ids)
         assert collector.policy_version == 0
 
+    @pytest.mark.parametrize(
+        ("second", "error", "message"),
+        [
+            ({7: Telling(2)}, ValueError, r"no worker \[7\]"),
+            ({1: {"wide": torch.zeros(7)}}, dc.WeightsError, "wide"),
+        ],
+    )
+    def test_to_each_its_own_or_nothing_to_anyone(
+        self, collect: Collect, second: Any, error: type[Exception], message: str
+    ) -> None:
+        collector = collect()
+        with pytest.raises(error, match=message):
+            collector.update_policy_weights_({0: Telling(1), **second})
+        with pytest.raises(ValueError, match="leave worker_ids out"):
+            collector.update_policy_weights_({0: Telling(1), 1: Telling(2)}, worker_ids=0)
+        assert collector.policy_version == 0
+        assert collector.update_policy_weights_({0: Telling(3), 1: Telling(4)}).worker_ids == (1,)
+        batch = collector.next()
+        assert [told(batch, row)["wide"] for row in (0, 1)] == [3, 4]
+        assert batch["collector", "policy_version"][:, 0].tolist() == [1, 2]
+
     @pytest.mark.parametrize("sync", [True, False])
     def test_by_itself(self, collect: Collect, sync: bool) -> None:
         policy = Telling()
