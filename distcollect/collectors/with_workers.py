@@ -90,6 +90,7 @@ class WithWorkers(Backend):
             hosts=WantedHosts(options.listen, options.security, options.is_local, options.placer),
             transport=options.transport_name,
             server_ranks=options.server_ranks,
+            evaluating=options.evaluating,
         )
         if options.placer is not None:
             close_first_at_exit()
@@ -292,7 +293,7 @@ class WithWorkers(Backend):
             try:
                 return self.pool.get(timeout_s)
             except BatchTimeout:
-                if not self.workers.is_elastic or self.workers.num_present:
+                if self.workers.has_enough:
                     raise
 
     def _publish_automatically(self) -> None:

@@ -118,8 +118,13 @@ class Lifecycle(HostEvents):
         self._end_launch = end_launch
         self._collector = collector
         self._plan_sender = PlanSender(transport, post)
-        timeouts_s = faults.silence_timeout_s, faults.start_timeout_s
-        self._membership = Membership(*timeouts_s, faults.max_restarts, faults.restart_pause_s)
+        self._membership = Membership(
+            faults.silence_timeout_s,
+            faults.start_timeout_s,
+            faults.max_restarts,
+            faults.restart_pause_s,
+            status.evaluating,
+        )
         self._observer = MembershipObserver()
         self._is_observed = False
         self._deaths: dict[int, str] = {}
@@ -522,7 +527,8 @@ class Lifecycle(HostEvents):
         if isinstance(failure, EnvError) and not may_recover:
             return failure
         if self._hosts.placer is not None:
-            hopeful = max(hopeful, self._hosts.num_workers(None) - len(self._given_up))
+            gone = {*self._given_up, *self._status.evaluating}
+            hopeful = max(hopeful, self._hosts.num_workers(None) - len(gone))
         if hopeful >= least or (self._hosts.is_elastic and self._hosts.placer is None):
             return None
         deaths = sorted((self._deaths | self._given_up).items())
@@ -530,7 +536,7 @@ class Lifecycle(HostEvents):
         before = f"; before that {'; '.join(others)}" if others else ""
         why = self._given_up.get(worker_id) or message_of(failure)
         return WorkerLost(
-            f"{why}; {hopeful} worker(s) left, at least {least} wanted "
+            f"{why}; {hopeful} worker(s) left to collect, at least {least} wanted "
             f"(Faults.min_workers){before}",
             worker_id=worker_id,
         )
