@@ -153,6 +153,7 @@ class WithWorkers(Backend):
         if self.statistics is not None:
             self.statistics.worker_ids = self._collecting
             self.statistics.waiting = self.pool.waiting_versions
+            self.statistics.first_versions = sender.first_versions
         if not (options.update_at_each_batch or isinstance(options.updater, NoUpdater)):
             own = published(options.policy, options.published_models)
             self.unpublished = UnpublishedChanges(own, probe.weights)

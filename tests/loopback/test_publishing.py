@@ -261,6 +261,41 @@ class TestWhoHasLeft:
             assert handle.acknowledged == {0: 1}
 
 
+class TestWhoTakesTheSlotOfAnother:
+    """That one is gone for good; it had weights of its own."""
+
+    def test_newer_weights_for_all(self) -> None:
+        with churning_collector(
+            ProcessIdEnv, Telling(), num_workers=2, frames_per_batch=8, sync=True
+        ) as collector:
+            collector.update_policy_weights_({1: Telling(5)})
+            lose(collector, 1)
+            collector.update_policy_weights_(Telling(6))
+            assert told_by_one_more(collector) == [6, 6]
+            assert (collector.next()["collector", "policy_version"] == 2).all()
+
+    def test_its_weights_if_there_are_no_newer_ones_for_all(self) -> None:
+        """Also what these normalise by, which no other worker has any more."""
+        options = {"normalize": dc.Normalize(), "frames_per_batch": 8, "sync": True}
+        with churning_collector(ProcessIdEnv, Telling(), num_workers=2, **options) as collector:
+            collector.update_policy_weights_({1: Telling(5)})
+            lose(collector, 1)
+            for value in (6, 7):
+                collector.update_policy_weights_({0: Telling(value)})
+                collector.next(timeout_s=20)
+            assert told_by_one_more(collector) == [7, 5]
+
+
+def told_by_one_more(collector: dc.RPCDataCollector) -> list[float]:
+    """What both workers have, once one takes the slot of the second."""
+    workers = workers_of(collector)
+    workers.grow(1)
+    workers.settle()
+    batch = collector.next(timeout_s=20)
+    assert batch["collector", "worker_id"][:, 0].tolist() == [0, 1]
+    return [told(batch, row)["wide"] for row in (0, 1)]
+
+
 def lose(collector: dc.RPCDataCollector, worker_id: int) -> None:
     """Have a worker die that is not replaced."""
     workers = workers_of(collector)
