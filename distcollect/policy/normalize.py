@@ -179,7 +179,9 @@ class Statistics:
     def renumber(self, version: int) -> None:
         """Call the statistics that were frozen last those of ``version``."""
         with self._lock:
-            self._frozen = {version: self._frozen[max(self._frozen)]}
+            # Workers that still wait for it act with those from before.
+            last = [self._frozen[each] for each in sorted(self._frozen)[-2:]]
+            self._frozen = {version - 1: last[0], version: last[-1]}
 
     def take(self, frames: TensorDict, headers: Sequence[Header]) -> None:
         """Add the frames of a batch, and normalise them unless batches are raw.
