@@ -158,7 +158,7 @@ class WithWorkers(Backend):
             own = published(options.policy, options.published_models)
             self.unpublished = UnpublishedChanges(own, probe.weights)
         self._remote_calls = RemoteCalls(
-            self.pool, self.publisher.selected, workers.ends, self._stats_recorder
+            self.pool, self.publisher.selected, workers, self._stats_recorder
         )
         if (plan := options.evaluation) is not None:
             evaluators = Evaluators(self.pool, plan, options.evaluating, self._stats_recorder)
