@@ -523,7 +523,9 @@ class Lifecycle(HostEvents):
             return failure
         if is_server(worker_id):  # without one, its workers can do nothing
             return failure if self._membership.is_given_up(worker_id) else None
-        if isinstance(failure, EnvError) and not (self._faults.max_env_faults and hopeful >= least):
+        works = self._status.num_present or not self._status.is_starting
+        may_recover = self._faults.max_env_faults and works and hopeful >= least
+        if isinstance(failure, EnvError) and not may_recover:
             return failure
         if self._hosts.placer is not None:
             gone = {*self._given_up, *self._status.evaluating}

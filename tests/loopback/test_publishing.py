@@ -274,16 +274,17 @@ class TestWhoTakesTheSlotOfAnother:
             assert told_by_one_more(collector) == [6, 6]
             assert (collector.next()["collector", "policy_version"] == 2).all()
 
-    def test_its_weights_if_there_are_no_newer_ones_for_all(self) -> None:
-        """Also what these normalise by, which no other worker has any more."""
+    @pytest.mark.parametrize(("given_to", "has"), [(1, 5), (0, 0)])
+    def test_its_weights_if_there_are_no_newer_ones_for_all(self, given_to: int, has: int) -> None:
+        """Else the first ones. Also what these normalise by, which no other worker has any more."""
         options = {"normalize": dc.Normalize(), "frames_per_batch": 8, "sync": True}
         with churning_collector(ProcessIdEnv, Telling(), num_workers=2, **options) as collector:
-            collector.update_policy_weights_({1: Telling(5)})
+            collector.update_policy_weights_({given_to: Telling(5)})
             lose(collector, 1)
             for value in (6, 7):
                 collector.update_policy_weights_({0: Telling(value)})
                 collector.next(timeout_s=20)
-            assert told_by_one_more(collector) == [7, 5]
+            assert told_by_one_more(collector) == [7, has]
 
 
 def told_by_one_more(collector: dc.RPCDataCollector) -> list[float]:
