@@ -118,13 +118,9 @@ class Lifecycle(HostEvents):
         self._end_launch = end_launch
         self._collector = collector
         self._plan_sender = PlanSender(transport, post)
-        self._membership = Membership(
-            faults.silence_timeout_s,
-            faults.start_timeout_s,
-            faults.max_restarts,
-            faults.restart_pause_s,
-            status.evaluating,
-        )
+        timeouts_s = faults.silence_timeout_s, faults.start_timeout_s
+        restarts = faults.max_restarts, faults.restart_pause_s
+        self._membership = Membership(*timeouts_s, *restarts, status.evaluating)
         self._observer = MembershipObserver()
         self._is_observed = False
         self._deaths: dict[int, str] = {}
@@ -381,10 +377,8 @@ class Lifecycle(HostEvents):
         if process is None or not self._drain(process):
             return
         process.is_retired = True
-        process.failure = WorkerLost(
-            f"it was retired, as it took {num_bytes / 1e9:.2f} GB of memory",
-            worker_id=process.worker_id,
-        )
+        why = f"it was retired, as it took {num_bytes / 1e9:.2f} GB of memory"
+        process.failure = WorkerLost(why, worker_id=worker_id)
         log.warning(
             "%s takes %.2f GB of memory, more than Faults(max_worker_bytes=%s): it is replaced "
             "after its rollout",
@@ -517,8 +511,7 @@ class Lifecycle(HostEvents):
 
     def _fatal(self, worker_id: int, failure: DistCollectError) -> DistCollectError | None:
         """The error by which the run ends, as it can't go on without this worker; None: it can."""
-        least = self._faults.min_workers
-        hopeful = self._membership.num_hopeful
+        least, hopeful = self._faults.min_workers, self._membership.num_hopeful
         if getattr(failure, "is_permanent", False) and not isinstance(failure, EnvError):
             return failure
         if is_server(worker_id):  # without one, its workers can do nothing

@@ -14,7 +14,7 @@ from helpers.paths import ROOT
 
 PACKAGE = ROOT / "distcollect"
 LONGEST_MODULE = 450
-LIMITS = {PACKAGE: 29_460, PACKAGE / "commands": 2_026, ROOT / "tests": 37_030}
+LIMITS = {PACKAGE: 29_517, PACKAGE / "commands": 2_026, ROOT / "tests": 37_205}
 LIMITS |= {PACKAGE / "net": 1_416, PACKAGE / "transport": 1_212}
 
 
