@@ -151,9 +151,9 @@ class Faults(_Settings):
             after a process has worked for a minute. The first replacement comes at once, further
             ones after growing pauses.
         restart_pause_s: the longest of these pauses.
-        min_workers: with fewer workers, including those that are joining, the run ends with an
-            error. If workers are in separate jobs (``distcollect submit --worker-jobs``), it waits
-            for them instead, also at the start.
+        min_workers: with fewer workers that collect, including those that are joining, the run ends
+            with an error. If workers are in separate jobs (``distcollect submit --worker-jobs``),
+            it waits for them instead, also at the start.
         missing_share: who collects a lost worker's share of a sync batch. "survivors": the other
             workers, as additional rollouts. "replacement": the batch waits for the worker's
             replacement.

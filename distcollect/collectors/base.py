@@ -506,7 +506,8 @@ class DataCollectorBase(ABC):
             policy_or_weights: a module, a TensorDict of parameters or a state dict; with
                 ``models``, a dict of these by name. None: the collector's own policy and models;
                 if the weight updater gets weights from a server, these are loaded into them first.
-                A dict by worker_id sends each worker its own, as one version after the other.
+                A dict by worker_id, without ``worker_ids``, sends each worker its own, as one
+                version after the other.
                 A copy is taken, so training may continue at once.
             worker_ids: the workers to send the weights to: an int, a list, a slice; a
                 ``torch.device`` or several, for workers whose policy is there; "all" or None for
@@ -540,11 +541,6 @@ class DataCollectorBase(ABC):
         weights = load("names of weights")(
             policy_or_weights, names, self.policy, self._options.named_models
         )
-        if validation.is_by_worker(weights):
-            push = None
-            for worker_id, own in weights.items():
-                push = self.update_policy_weights_(own, worker_ids=worker_id, wait=wait)
-            return push
         return self._backend.publish(weights, worker_ids, wait=wait)
 
     @property

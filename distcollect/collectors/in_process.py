@@ -38,7 +38,7 @@ from distcollect.errors import ArgumentError, ArgumentTypeError, CollectorStateE
 from distcollect.launch.cpu_placement import num_cores
 from distcollect.policy.weight_layout import is_part, module_of, published
 from distcollect.pool.policy_lag import count_lags, stats_of
-from distcollect.pool.publisher import Weights, WorkerIds
+from distcollect.pool.publisher import Weights, WorkerIds, is_by_worker
 from distcollect.pool.remote_calls import EnvCall
 from distcollect.results import (
     Evaluation,
@@ -205,9 +205,9 @@ class InProcess(Backend):
         self.hooks = hooks
 
     def _publish(self, weights: Weights | None, worker_ids: WorkerIds, *, wait: bool) -> None:
-        if worker_ids is not None:
+        if worker_ids is not None or is_by_worker(weights):
             raise ArgumentTypeError(
-                "worker_ids is given, but this collector has no weight updater and no workers: it "
+                "workers are named, but this collector has no weight updater and no workers: it "
                 "steps its envs itself; leave worker_ids out"
             )
         with self._alone() if self._background is None else contextlib.nullcontext():

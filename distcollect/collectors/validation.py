@@ -6,7 +6,7 @@ import fnmatch
 import warnings
 from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from dataclasses import fields
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -260,15 +260,6 @@ def check_excluded(
                 f"WeightSync(exclude=[{pattern!r}]): no weight has such a name; these are the "
                 f"names: {', '.join(names)}"
             )
-
-
-def is_by_worker(weights: object) -> TypeGuard[dict[int, Any]]:
-    """Return True if ``weights`` is a dict of several workers' weights, by worker_id."""
-    return (
-        isinstance(weights, dict)
-        and bool(weights)
-        and all(type(checks.plain(key)) is int for key in weights)
-    )
 
 
 def _check_buffer_takes(options: Any) -> None:

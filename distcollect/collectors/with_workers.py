@@ -90,6 +90,7 @@ class WithWorkers(Backend):
             hosts=WantedHosts(options.listen, options.security, options.is_local, options.placer),
             transport=options.transport_name,
             server_ranks=options.server_ranks,
+            evaluating=options.evaluating,
         )
         if options.placer is not None:
             close_first_at_exit()
@@ -152,11 +153,12 @@ class WithWorkers(Backend):
         if self.statistics is not None:
             self.statistics.worker_ids = self._collecting
             self.statistics.waiting = self.pool.waiting_versions
+            self.statistics.first_versions = sender.first_versions
         if not (options.update_at_each_batch or isinstance(options.updater, NoUpdater)):
             own = published(options.policy, options.published_models)
             self.unpublished = UnpublishedChanges(own, probe.weights)
         self._remote_calls = RemoteCalls(
-            self.pool, self.publisher.selected, workers.ends, self._stats_recorder
+            self.pool, self.publisher.selected, workers, self._stats_recorder
         )
         if (plan := options.evaluation) is not None:
             evaluators = Evaluators(self.pool, plan, options.evaluating, self._stats_recorder)
@@ -297,7 +299,7 @@ class WithWorkers(Backend):
             try:
                 return self.pool.get(timeout_s)
             except BatchTimeout:
-                if not self.workers.is_elastic or self.workers.num_present:
+                if self.workers.has_enough:
                     raise
 
     def _publish_automatically(self) -> None:
@@ -356,16 +358,17 @@ class WithWorkers(Backend):
     ) -> PushHandle | None:
         # A version that is sent to no worker would be unknown to workers that join later.
         self.workers.await_enough()
-        push = self.publisher.publish(weights, worker_ids, self.last_workers)
-        if wait and push is not None:
+        pushes = self.publisher.publish(weights, worker_ids, self.last_workers)
+        for push in pushes if wait else ():
             try:
-                push.wait()
+                if push is not None:
+                    push.wait()
             except WorkerLost:
                 signals.check()
                 # A worker that joins later starts with these weights.
                 if not self.workers.is_elastic:
                     raise
-        return push
+        return pushes[-1]
 
     def set_hooks(self, hooks: Hooks) -> None:
         pickled = pickling.pickled_hooks(hooks.pre_collect, hooks.post_collect)

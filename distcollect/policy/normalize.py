@@ -9,7 +9,7 @@ and a batch is normalised by these, on the trainer.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -131,10 +131,12 @@ class Statistics:
         normalizer: has the statistics that were frozen last.
         worker_ids: gives the workers that may deliver frames.
         waiting: gives the lowest version of each rollout that waits; its worker may be gone.
+        first_versions: gives those that workers which come may begin with.
     """
 
     worker_ids: Callable[[], Iterable[int]] = staticmethod(lambda: (0,))
     waiting: Callable[[], Iterable[int]] = staticmethod(lambda: ())
+    first_versions: Callable[[], Collection[int]] = staticmethod(lambda: ())
 
     def __init__(self, normalizer: Normalizer, layout: Layout, *, raw: bool) -> None:
         """Start without frames.
@@ -177,7 +179,9 @@ class Statistics:
     def renumber(self, version: int) -> None:
         """Call the statistics that were frozen last those of ``version``."""
         with self._lock:
-            self._frozen = {version: self._frozen[max(self._frozen)]}
+            # Workers that still wait for it act with those from before.
+            last = [self._frozen[each] for each in sorted(self._frozen)[-2:]]
+            self._frozen = {version - 1: last[0], version: last[-1]}
 
     def take(self, frames: TensorDict, headers: Sequence[Header]) -> None:
         """Add the frames of a batch, and normalise them unless batches are raw.
@@ -202,7 +206,9 @@ class Statistics:
             to_come = [self._oldest.get(each, 0) for each in worker_ids]
             # Asked last: nothing comes from a worker that is gone after that.
             oldest = min((*to_come, *self.waiting()), default=0)
-            self._frozen = {v: each for v, each in self._frozen.items() if v >= oldest}
+            first = self.first_versions()
+            frozen = self._frozen.items()
+            self._frozen = {v: each for v, each in frozen if v >= oldest or v in first}
 
     def _normalize(self, frames: TensorDict, real: torch.Tensor) -> None:
         """Normalise each observation by the statistics that its frame's policy acted with."""

@@ -570,8 +570,15 @@ class Pool(MembershipObserver):
             newest = self.version = max(version, self.version)
             generation = self._sender.resume(newest)
             self._core.resumed(newest, frames)
-            request = ResumeRequest(newest, first_traj_id, generation)
-            return lambda _: (request,)
+
+            def request(slot: WorkerSlot) -> tuple[ResumeRequest]:
+                version = newest
+                if slot.worker_id not in self.served_by:  # else it has no weights
+                    # One that waits for weights does not have that version yet.
+                    version = min(newest, self._sender.acknowledged(slot.worker_id))
+                return (ResumeRequest(version, first_traj_id, generation),)
+
+            return request
 
         self._call_all(WorkerService.resume, renumber, timeout_s)
 

@@ -353,7 +353,7 @@ class PoolCore:
             slot.failed = True
             self.slots.leaving.discard(slot)  # it won't be let go, but lost
             self.slots.refresh(slot)
-            collecting = set(self.slots.worker_ids) - self._plan.reserved
+            collecting = {w for w in self.slots.worker_ids if not self.slots.is_reserved(w)}
             is_final = self._first_failures.is_final(slot, error, collecting)
             if isinstance(error, EnvError) and error.num_env_faults:
                 key = slot.worker_id, slot.incarnation

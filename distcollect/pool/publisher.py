@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 from tensordict import TensorDictBase
@@ -23,6 +23,15 @@ Weights: TypeAlias = "nn.Module | TensorDictBase | Mapping[str, Any]"
 WorkerIds: TypeAlias = (
     "int | slice | torch.device | Sequence[int] | Sequence[torch.device] | str | None"
 )
+
+
+def is_by_worker(weights: object) -> TypeGuard[dict[int, Any]]:
+    """Return True if ``weights`` is a dict of several workers' weights, by worker_id."""
+    return (
+        isinstance(weights, dict)
+        and bool(weights)
+        and all(type(checks.plain(key)) is int for key in weights)
+    )
 
 
 class Publisher:
@@ -70,11 +79,27 @@ class Publisher:
 
     def publish(
         self, source: Weights | None, worker_ids: WorkerIds, last: Sequence[int] = ()
-    ) -> PushHandle | None:
-        """See :meth:`~distcollect.RPCDataCollector.update_policy_weights_`.
+    ) -> list[PushHandle | None]:
+        """See :meth:`~distcollect.RPCDataCollector.update_policy_weights_`; returns each push.
 
         ``last``: ids of the workers whose frames are in the last batch.
         """
+        if not is_by_worker(source):
+            return [self._publish(*self._addressed(source, worker_ids, last))]
+        if worker_ids is not None:
+            raise ArgumentError(
+                f"worker_ids={worker_ids!r}: the weights are given by worker_id, which says to "
+                "whom they go: leave worker_ids out"
+            )
+        addressed = [self._addressed(own, worker_id, last) for worker_id, own in source.items()]
+        for each in addressed:
+            self._publish(*each, only_checks=True)  # if one is wrong, nothing is sent
+        return [self._publish(*each) for each in addressed]
+
+    def _addressed(
+        self, source: Weights | None, worker_ids: WorkerIds, last: Sequence[int]
+    ) -> tuple[Weights | None, nn.Module | None, Sequence[int], bool]:
+        """The arguments for :meth:`_publish`."""
         named = worker_ids is not None and not isinstance(worker_ids, str)
         if worker_ids is None:
             worker_ids = self._updater.all_worker_ids()
@@ -82,8 +107,7 @@ class Publisher:
         if not isinstance(worker_ids, str):
             self._check_servers(selected)
         own = self._own()
-        apart = named and source is not None and not is_part(source, own)
-        return self._publish(source, own, selected, apart=apart)
+        return source, own, selected, named and source is not None and not is_part(source, own)
 
     def _check_servers(self, selected: Collection[int]) -> None:
         """Raise ArgumentError if a server would get weights for some of its workers only."""
@@ -101,8 +125,9 @@ class Publisher:
         source: Weights | None,
         own: nn.Module | None,
         worker_ids: Sequence[int],
+        apart: bool,
         *,
-        apart: bool = False,
+        only_checks: bool = False,
     ) -> PushHandle | None:
         """Publish to these workers, of whom some may have left meanwhile."""
         holders = self._pool.holders(worker_ids)
@@ -118,6 +143,8 @@ class Publisher:
         # Packed on their own device, so that a GPU's weights cross the bus in one piece.
         device = next(iter(weights.values())).device
         self._updater.check(device, selected)
+        if only_checks:
+            return None
         with self._lock:
             self._freeze(self._pool.version + 1)
             flat = self._snapshot(weights, device)
@@ -152,7 +179,7 @@ class Publisher:
     def publish_own(self, last: Sequence[int], *, sync: bool) -> None:
         """Publish between two batches, as ``update_at_each_batch`` says."""
         if sync:
-            handle = self.publish(None, None, last)
+            [handle] = self.publish(None, None, last)
             if handle is not None:
                 handle.wait()
             return
@@ -160,7 +187,7 @@ class Publisher:
         selected = set(self._still_there([*last, *self._evaluating]))
         if self._max_interval is not None:
             selected.update(self._lagging(self._max_interval))
-        self._publish(None, self._own(), sorted(selected))
+        self._publish(None, self._own(), sorted(selected), apart=False)
 
     def _still_there(self, worker_ids: Collection[int]) -> list[int]:
         """Those of these workers that have not left, or been lost for good; each once."""

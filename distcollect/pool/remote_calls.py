@@ -17,8 +17,9 @@ from distcollect.errors import ArgumentTypeError, DeadlineError, EnvError, Worke
 from distcollect.pool.pool import Pool
 from distcollect.pool.publisher import WorkerIds
 from distcollect.results import Evaluation
+from distcollect.roster.manager import Workers
 from distcollect.roster.process import message_of
-from distcollect.roster.worker_ends import WorkerEnd, WorkerEnds
+from distcollect.roster.worker_ends import WorkerEnd
 from distcollect.telemetry.recorder import StatsRecorder
 from distcollect.transport.worker_service import EvaluationRequest, WorkerService
 
@@ -47,7 +48,7 @@ class RemoteCalls:
         self,
         pool: Pool,
         selected: Callable[[WorkerIds], Sequence[int]],
-        ends: WorkerEnds,
+        workers: Workers,
         stats_recorder: StatsRecorder,
     ) -> None:
         """Call workers.
@@ -55,13 +56,14 @@ class RemoteCalls:
         Args:
             pool: calls them.
             selected: turns the user's ``worker_ids`` into ids.
-            ends: how lost workers ended.
+            workers: may come and go by themselves: then it waits for some.
             stats_recorder: what to count faults of envs in.
         """
         self._stats_recorder = stats_recorder
         self._pool = pool
         self._selected = selected
-        self._ends = ends
+        self._workers = workers
+        self._ends = workers.ends
 
     def call(self, call: EnvCall, worker_ids: WorkerIds) -> dict[int, list[Any]]:
         """Call a method of all envs, see :meth:`.DataCollectorBase.call`; by worker_id."""
@@ -72,6 +74,7 @@ class RemoteCalls:
                 f"call({call.method!r}): its arguments can't be pickled ({type(error).__name__}: "
                 f"{error}), so they can't be sent to the workers; pass numbers, arrays or tensors"
             ) from error
+        self._workers.await_enough()
         what, timeout_s = f"call({call.method!r})", call.timeout_s
         known = self._ends.known()
         called = self._pool.present if worker_ids is None else self._selected(worker_ids)
@@ -89,15 +92,19 @@ class RemoteCalls:
 
     def evaluate(self, request: EvaluationRequest, worker_ids: WorkerIds) -> Evaluation:
         """Play this many episodes in all, see :meth:`.DataCollectorBase.evaluate`."""
+        self._workers.await_enough()
         deadline = time.monotonic() + request.timeout_s
         parts: list[Evaluation] = []
         known = self._ends.known()
         lost: list[str] = []  # how workers ended that were evaluating
         while owed := request.num_episodes - sum(len(part.returns) for part in parts):
             meanwhile = f"; lost meanwhile: {'; '.join(lost)}" if lost else ""
+            # For those that replace workers that were lost by this, nobody waits.
+            gives_up = bool(lost) and not self._workers.is_elastic
+            if lost:
+                self._workers.await_enough()
             named = None if worker_ids is None else self._selected(worker_ids)
-            # For those that were lost by this, nobody waits.
-            wait_s = 0.0 if lost else deadline - time.monotonic()
+            wait_s = 0.0 if gives_up else deadline - time.monotonic()
             selected = self._pool.await_evaluators(named, wait_s)
             if not selected:
                 if time.monotonic() >= deadline:

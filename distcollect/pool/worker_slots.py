@@ -295,7 +295,7 @@ class WorkerSlots:
     def add(self, worker_id: int, incarnation: int, peer: int, newest: int = 0) -> WorkerSlot:
         """A process has joined, and is sent version ``newest``."""
         self.coming.discard(worker_id)
-        is_reserved = self._is_reserved(worker_id)
+        is_reserved = self.is_reserved(worker_id)
         slot = WorkerSlot(worker_id, incarnation, peer, is_reserved, newest)
         self._present[worker_id] = slot
         if not is_reserved:
@@ -355,9 +355,10 @@ class WorkerSlots:
     @property
     def num_coming(self) -> int:
         """The number of processes on their way that will collect."""
-        return sum(not self._is_reserved(worker_id) for worker_id in self.coming)
+        return sum(not self.is_reserved(worker_id) for worker_id in self.coming)
 
-    def _is_reserved(self, worker_id: int) -> bool:
+    def is_reserved(self, worker_id: int) -> bool:
+        """Return True if the processes of a slot collect no rollouts."""
         return is_server(worker_id) or worker_id in self._reserved
 
     @property

@@ -119,7 +119,8 @@ class Lifecycle(HostEvents):
         self._collector = collector
         self._plan_sender = PlanSender(transport, post)
         timeouts_s = faults.silence_timeout_s, faults.start_timeout_s
-        self._membership = Membership(*timeouts_s, faults.max_restarts, faults.restart_pause_s)
+        restarts = faults.max_restarts, faults.restart_pause_s
+        self._membership = Membership(*timeouts_s, *restarts, status.evaluating)
         self._observer = MembershipObserver()
         self._is_observed = False
         self._deaths: dict[int, str] = {}
@@ -378,10 +379,8 @@ class Lifecycle(HostEvents):
         if process is None or not self._drain(process):
             return
         process.is_retired = True
-        process.failure = WorkerLost(
-            f"it was retired, as it took {num_bytes / 1e9:.2f} GB of memory",
-            worker_id=process.worker_id,
-        )
+        why = f"it was retired, as it took {num_bytes / 1e9:.2f} GB of memory"
+        process.failure = WorkerLost(why, worker_id=worker_id)
         log.warning(
             "%s takes %.2f GB of memory, more than Faults(max_worker_bytes=%s): it is replaced "
             "after its rollout",
@@ -514,15 +513,16 @@ class Lifecycle(HostEvents):
 
     def _fatal(self, worker_id: int, failure: DistCollectError) -> DistCollectError | None:
         """The error by which the run ends, as it can't go on without this worker; None: it can."""
-        least = self._faults.min_workers
-        hopeful = self._membership.num_hopeful
+        least, hopeful = self._faults.min_workers, self._membership.num_hopeful
         if is_server(worker_id):  # without one, its workers can do nothing
             return failure if self._membership.is_given_up(worker_id) else None
-        may_recover = self._faults.max_env_faults and self._status.num_present and hopeful >= least
+        works = self._status.num_present or not self._status.is_starting
+        may_recover = self._faults.max_env_faults and works and hopeful >= least
         if isinstance(failure, EnvError) and not may_recover:
             return failure
         if self._hosts.placer is not None:
-            hopeful = max(hopeful, self._hosts.num_workers(None) - len(self._given_up))
+            gone = {*self._given_up, *self._status.evaluating}
+            hopeful = max(hopeful, self._hosts.num_workers(None) - len(gone))
         if hopeful >= least or (self._hosts.is_elastic and self._hosts.placer is None):
             return None
         deaths = sorted((self._deaths | self._given_up).items())
@@ -530,7 +530,7 @@ class Lifecycle(HostEvents):
         before = f"; before that {'; '.join(others)}" if others else ""
         why = self._given_up.get(worker_id) or message_of(failure)
         return WorkerLost(
-            f"{why}; {hopeful} worker(s) left, at least {least} wanted "
+            f"{why}; {hopeful} worker(s) left to collect, at least {least} wanted "
             f"(Faults.min_workers){before}",
             worker_id=worker_id,
         )

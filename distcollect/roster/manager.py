@@ -73,6 +73,7 @@ class Workers:
         hosts: WantedHosts,
         transport: str = "rpc",
         server_ranks: Collection[int] | None = None,
+        evaluating: Collection[int] = (),
     ) -> None:
         """Start the workers, and wait until all have joined and were probed.
 
@@ -84,6 +85,7 @@ class Workers:
             transport: the name of the transport.
             server_ranks: start an inference server on the hosts of these ranks; empty: on each host
                 that has workers. None: on no host.
+            evaluating: ids of the workers that collect nothing.
 
         Raises:
             ArgumentError: the launch has fewer workers.
@@ -92,7 +94,7 @@ class Workers:
         """
         self._faults = faults
         self.failed: bool | None = None
-        self._status = Status()
+        self._status = Status(evaluating)
         self._posted: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="distcollect-workers", daemon=True)
         self._number = _number()
@@ -150,6 +152,11 @@ class Workers:
         """Return True if workers come and go at any time, so that the trainer waits for enough."""
         return self._hosts.is_elastic
 
+    @property
+    def has_enough(self) -> bool:
+        """Return True if ``min_workers`` collect, or none in particular has to."""
+        return not self.is_elastic or self._status.num_collecting >= self._faults.min_workers
+
     def attach(self, observer: MembershipObserver) -> None:
         """Report to ``observer`` from now on; first the workers that are there."""
         done: Future[None] = Future()
@@ -196,19 +203,19 @@ class Workers:
         """
         least, limit_s = self._faults.min_workers, self._hosts.patience_s
         status = self._status
-        if not self.is_elastic or status.num_present >= least:
+        if self.has_enough:
             return
         # A scheduler that starts them needs seconds, and says itself what it waits for.
         level = logging.INFO if self._hosts.placer is not None else logging.WARNING
         log.log(
             level,
             "waiting up to %g s for workers: %d there, %d wanted",
-            *(limit_s, status.num_present, least),
+            *(limit_s, status.num_collecting, least),
         )
-        if not self._await_joins(lambda: status.num_present >= least, limit_s):
+        if not self._await_joins(lambda: self.has_enough, limit_s):
             raise DeadlineError(
                 f"waited {limit_s:g} s for workers to join at {self.address}: "
-                f"{status.num_present} of at least {least} (Faults.min_workers) are there; "
+                f"{status.num_collecting} of at least {least} (Faults.min_workers) are there; "
                 f"{self._hosts.missing()}"
             )
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import enum
 import math
 import random
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -148,12 +149,14 @@ class Membership:
         max_restarts: how many starts in a row may follow the first in a slot, while none of these
             processes is ready for a minute.
         longest_pause_s: the longest pause between two of these starts.
+        evaluating: slots of workers that collect nothing.
     """
 
     silence_timeout_s: float
     start_timeout_s: float
     max_restarts: int
     longest_pause_s: float = 30.0
+    evaluating: Collection[int] = ()
     rng: random.Random = field(default_factory=random.Random)
     _records: dict[int, WorkerRecord] = field(default_factory=dict)
     _called_at: float = math.inf
@@ -175,9 +178,9 @@ class Membership:
 
     @property
     def num_hopeful(self) -> int:
-        """Return how many slots have a worker, or will have one."""
+        """Return how many slots have a worker that collects, or will have one."""
         gone = (WorkerState.LOST, WorkerState.LEFT)
-        return sum(state not in gone for state in self.states.values())
+        return sum(s not in gone for w, s in self.states.items() if w not in self.evaluating)
 
     def is_given_up(self, worker_id: int) -> bool:
         """Return True if processes could be started in this slot, but too many have ended."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import threading
+from collections.abc import Collection
 
 from distcollect.errors import DistCollectError
 from distcollect.results import WorkerState
@@ -31,9 +32,11 @@ class Status:
         worker_infos: worker_id to what the first process in its slot found when it was probed.
         processes: worker_id to pid and host of the newest process that was ready.
         ends: how lost workers ended.
+        evaluating: ids of the workers that evaluate, and collect nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, evaluating: Collection[int] = ()) -> None:
+        self.evaluating = evaluating
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.phase = RunPhase.STARTING
@@ -47,6 +50,11 @@ class Status:
     def num_present(self) -> int:
         """Workers that serve requests."""
         return sum(state in PRESENT for state in self.states.values())
+
+    @property
+    def num_collecting(self) -> int:
+        """Of these, those that collect."""
+        return sum(s in PRESENT for w, s in self.states.items() if w not in self.evaluating)
 
     @property
     def is_starting(self) -> bool:

@@ -7,14 +7,15 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 from distcollect.common.refusing import refusing
 from distcollect.config import Monitor
-from distcollect.results import Stats
+from distcollect.results import EvaluationStats, Stats
 from distcollect.telemetry.bottleneck import find_bottleneck
 from distcollect.telemetry.display import (
     Display,
@@ -80,7 +81,7 @@ class MonitorThread:
         self._lock = threading.Lock()  # held while the thread is started, and told to end
         self._end = threading.Event()
         self._woken = threading.Event()  # set at the end, and for curves
-        self._curves_are_due = False
+        self._evaluations: deque[EvaluationStats] = deque()  # that curves lack
         self.trace: Trace | None = None
         try:
             self._open(options)
@@ -127,10 +128,11 @@ class MonitorThread:
             if isinstance(writer, TensorBoard):
                 writer.log(values, step)
 
-    def evaluated(self) -> None:
-        """Have files with curves get the newest evaluation now: each is a point of its own."""
-        self._curves_are_due = True
-        self._woken.set()
+    def evaluated(self, evaluation: EvaluationStats) -> None:
+        """Have files with curves get this evaluation now: each is a point of its own."""
+        if any(isinstance(writer, _WITH_CURVES) for writer in self._writers):
+            self._evaluations.append(replace(evaluation, age_s=0.0))
+            self._woken.set()
 
     def close(self, last: Stats | None) -> None:
         """Pass on the last snapshot, if there is one, and end. A second call does nothing."""
@@ -180,8 +182,8 @@ class MonitorThread:
             self._woken.clear()
             if self._end.is_set():
                 return
-            if self._curves_are_due:
-                self._curves_are_due = False
+            points = [self._evaluations.popleft() for _ in range(len(self._evaluations))]
+            if points:
                 now = time.monotonic()
                 due.update((id(w), now) for w in self._writers if isinstance(w, _WITH_CURVES))
             stats = self._latest()
@@ -194,6 +196,7 @@ class MonitorThread:
                 if self._end.is_set():
                     return
                 self._last = stats
+            self._write_points(points, stats)
             for writer in list(self._writers):
                 if due[id(writer)] <= time.monotonic() and not self._end.is_set():
                     self._write(writer, stats)
@@ -202,9 +205,17 @@ class MonitorThread:
     def _finish(self) -> None:
         """Pass on the last snapshot, and close all writers."""
         if self._last is not None:
+            self._write_points([*self._evaluations], self._last)
             for writer in list(self._writers):
                 self._write(writer, replace(self._last, ended=True))
         self._drop_all()
+
+    def _write_points(self, evaluations: Sequence[EvaluationStats], stats: Stats) -> None:
+        """Write snapshots with those of these that are not the newest, which ``stats`` has."""
+        newest = replace(stats.evaluation, age_s=0.0)
+        for evaluation in [each for each in evaluations if each != newest]:
+            for writer in [w for w in self._writers if isinstance(w, _WITH_CURVES)]:
+                self._write(writer, replace(stats, evaluation=evaluation))
 
     def _write(self, writer: Writer, stats: Stats) -> None:
         try:

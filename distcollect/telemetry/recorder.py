@@ -83,7 +83,7 @@ class StatsRecorder:
         *,
         trace: Trace | None = None,
         metrics: Sequence[str] = (),
-        on_evaluation: Callable[[], None] = lambda: None,
+        on_evaluation: Callable[[EvaluationStats], None] = lambda _: None,
     ) -> None:
         """Record for one collector.
 
@@ -91,7 +91,7 @@ class StatsRecorder:
             clock: counts nanoseconds.
             trace: gets everything that takes time.
             metrics: names of the metrics of episodes.
-            on_evaluation: called when the newest evaluation is another one.
+            on_evaluation: called with each evaluation.
         """
         self._clock = clock
         self._on_evaluation = on_evaluation
@@ -216,7 +216,7 @@ class StatsRecorder:
             summary = evaluation.summary()
             if summary.policy_version >= self._evaluation.policy_version:
                 self._evaluation, self._evaluated_at = summary, self._clock()
-        self._on_evaluation()
+        self._on_evaluation(summary)
 
     def evaluation_failed(self, error: EnvError) -> None:
         """An env raised too often in an evaluation."""

@@ -122,7 +122,8 @@ class WeightSender:
     def welcome(self, worker_id: int, peer: int) -> int:
         """A new process is in a slot: it gets the newest version that its slot was to have.
 
-        In a slot that is new, or was given up, that is the newest version of all.
+        In a slot that is new, that is the newest version for all; in one that was given up, too,
+        unless a newer one was for it alone.
 
         Returns:
             The version; 0: there is none newer than what the process starts with.
@@ -132,6 +133,11 @@ class WeightSender:
         if version:
             self._thread.put(self._send_all)
         return version
+
+    def first_versions(self) -> set[int]:
+        """The versions that a process which comes may begin with."""
+        with self._lock:
+            return self._slots.first_versions
 
     def resume(self, version: int) -> int:
         """Renumber: the weights that workers have, or were sent, are ``version`` from now on.

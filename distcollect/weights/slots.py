@@ -126,7 +126,7 @@ class WeightSlots:
     def __init__(self) -> None:
         self._slots: dict[int, WeightSlot] = {}
         self._latest: Publication | None = None  # for workers that come
-        self._kept: dict[int, Publication] = {}  # apart, of slots that were given up
+        self._kept: dict[int, Publication] = {}  # apart and newer, of slots that were given up
         self._first_version = 0  # that new processes start with
         self._generation = 0
         self._orders = itertools.count(1)
@@ -211,6 +211,17 @@ class WeightSlots:
         return peer
 
     @property
+    def _publications(self) -> list[Publication]:
+        """Those that a process has, or is to have."""
+        newest = (self._latest, *self._kept.values(), *(s.newest for s in self._slots.values()))
+        return [publication for publication in newest if publication is not None]
+
+    @property
+    def first_versions(self) -> set[int]:
+        """Those that a process which comes may begin with."""
+        return {self._first_version, *(each.version for each in self._publications)}
+
+    @property
     def absent(self) -> list[int]:
         """The workers that are to be replaced."""
         return [w for w, slot in self._slots.items() if slot.peer is None]
@@ -221,12 +232,7 @@ class WeightSlots:
         self._first_version = version
         renumbered = {
             publication: replace(publication, version=version, generation=self._generation)
-            for publication in (
-                self._latest,
-                *self._kept.values(),
-                *(slot.newest for slot in self._slots.values()),
-            )
-            if publication is not None
+            for publication in self._publications
         }
         self._kept = {worker_id: renumbered[each] for worker_id, each in self._kept.items()}
         self._latest = renumbered.get(self._latest)  # type: ignore[arg-type]

@@ -60,10 +60,10 @@ class LoopbackWorkers:
         self.processes: dict[int, tuple[int, str]] = {}
         self.num_present = num_workers
         self.ends = WorkerEnds()
-        self.is_elastic = False
+        self.is_elastic, self.has_enough = False, True
 
     def await_enough(self) -> None:
-        assert self.num_present
+        """They come by themselves."""
 
     def attach(self, observer: MembershipObserver) -> None:
         self.observer = observer

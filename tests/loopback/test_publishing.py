@@ -164,6 +164,27 @@ class TestToWhom:
             collector.update_policy_weights_(worker_ids=worker_ids)
         assert collector.policy_version == 0
 
+    @pytest.mark.parametrize(
+        ("second", "error", "message"),
+        [
+            ({7: Telling(2)}, ValueError, r"no worker \[7\]"),
+            ({1: {"wide": torch.zeros(7)}}, dc.WeightsError, "wide"),
+        ],
+    )
+    def test_to_each_its_own_or_nothing_to_anyone(
+        self, collect: Collect, second: Any, error: type[Exception], message: str
+    ) -> None:
+        collector = collect()
+        with pytest.raises(error, match=message):
+            collector.update_policy_weights_({0: Telling(1), **second})
+        with pytest.raises(ValueError, match="leave worker_ids out"):
+            collector.update_policy_weights_({0: Telling(1), 1: Telling(2)}, worker_ids=0)
+        assert collector.policy_version == 0
+        assert collector.update_policy_weights_({0: Telling(3), 1: Telling(4)}).worker_ids == (1,)
+        batch = collector.next()
+        assert [told(batch, row)["wide"] for row in (0, 1)] == [3, 4]
+        assert batch["collector", "policy_version"][:, 0].tolist() == [1, 2]
+
     @pytest.mark.parametrize("sync", [True, False])
     def test_by_itself(self, collect: Collect, sync: bool) -> None:
         policy = Telling()
@@ -238,6 +259,42 @@ class TestWhoHasLeft:
             handle = collector.update_policy_weights_(worker_ids="last_batch")
             assert handle.worker_ids == (0,)
             assert handle.acknowledged == {0: 1}
+
+
+class TestWhoTakesTheSlotOfAnother:
+    """That one is gone for good; it had weights of its own."""
+
+    def test_newer_weights_for_all(self) -> None:
+        with churning_collector(
+            ProcessIdEnv, Telling(), num_workers=2, frames_per_batch=8, sync=True
+        ) as collector:
+            collector.update_policy_weights_({1: Telling(5)})
+            lose(collector, 1)
+            collector.update_policy_weights_(Telling(6))
+            assert told_by_one_more(collector) == [6, 6]
+            assert (collector.next()["collector", "policy_version"] == 2).all()
+
+    @pytest.mark.parametrize(("given_to", "has"), [(1, 5), (0, 0)])
+    def test_its_weights_if_there_are_no_newer_ones_for_all(self, given_to: int, has: int) -> None:
+        """Else the first ones. Also what these normalise by, which no other worker has any more."""
+        options = {"normalize": dc.Normalize(), "frames_per_batch": 8, "sync": True}
+        with churning_collector(ProcessIdEnv, Telling(), num_workers=2, **options) as collector:
+            collector.update_policy_weights_({given_to: Telling(5)})
+            lose(collector, 1)
+            for value in (6, 7):
+                collector.update_policy_weights_({0: Telling(value)})
+                collector.next(timeout_s=20)
+            assert told_by_one_more(collector) == [7, has]
+
+
+def told_by_one_more(collector: dc.RPCDataCollector) -> list[float]:
+    """What both workers have, once one takes the slot of the second."""
+    workers = workers_of(collector)
+    workers.grow(1)
+    workers.settle()
+    batch = collector.next(timeout_s=20)
+    assert batch["collector", "worker_id"][:, 0].tolist() == [0, 1]
+    return [told(batch, row)["wide"] for row in (0, 1)]
 
 
 def lose(collector: dc.RPCDataCollector, worker_id: int) -> None:

@@ -6,6 +6,7 @@ import io
 import json
 import re
 import socket
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -165,6 +166,44 @@ def test_an_evaluation_is_in_all_reports(kind: str, tmp_path: Path) -> None:
     assert json.loads(line)["evaluation"]["mean_return"] == 10
     assert main(["report", str(tmp_path)]) == 0
     assert "<h2>Mean return of the newest evaluation</h2>" in (tmp_path / "report.html").read_text()
+
+
+class SlowInWorker2(CountdownEnv):
+    may_go_on = threading.Event()
+
+    def __init__(self, context: dc.EnvContext) -> None:
+        super().__init__()
+        self.is_slow = context.worker_id == 2
+
+    def step(self, action: Any) -> Any:
+        assert not self.is_slow or self.may_go_on.wait(20)
+        return super().step(action)
+
+
+def test_each_evaluation_is_a_point_of_the_curve(tmp_path: Path) -> None:
+    """Also one of an older version that ends later than one of a newer."""
+    with loopback_collector(
+        SlowInWorker2,
+        ConstantPolicy(),
+        frames_per_batch=5,
+        num_workers=3,
+        evaluation=dc.EvaluationWorkers(num_workers=2, num_episodes=1),
+        monitor=dc.Monitor(run_dir=tmp_path, view=False, every_s=3600),
+    ) as collector:
+        collector.next()
+        collector.update_policy_weights_(ConstantPolicy())
+        eventually(lambda: (1, 1) in played(collector))
+        SlowInWorker2.may_go_on.set()
+        eventually(lambda: (0, 2) in played(collector))
+    lines = map(json.loads, (tmp_path / "stats.jsonl").read_text().splitlines())
+    points = [line["evaluation"]["policy_version"] for line in lines]
+    assert 0 in points[points.index(1) :]
+    assert points[-1] == 1
+
+
+def played(collector: dc.RPCDataCollector) -> set[tuple[int, int]]:
+    """Version and worker of each evaluation."""
+    return {(int(e.policy_version[0]), int(e.worker_id[0])) for e in collector.evaluations}
 
 
 def test_env_that_ends_its_worker() -> None:

@@ -58,6 +58,16 @@ class TestEvaluate:
 
 
 class TestEvaluationWorkers:
+    def test_the_run_ends_with_the_last_worker_that_collects(self) -> None:
+        options = {"num_workers": 2, "evaluation": dc.EvaluationWorkers()}
+        faults = dc.Faults(batch_timeout_s=20)
+        with dc.MultiaSyncDataCollector(
+            Levels, Acts(0), frames_per_batch=T, faults=faults, **options
+        ) as collector:
+            collector.release(0)
+            with pytest.raises(dc.WorkerLost, match=r"asked to .*; 0 worker\(s\) left"):
+                list(collector)
+
     def test_each_version_in_the_background(self) -> None:
         evaluation = dc.EvaluationWorkers(num_episodes=2)
         with dc.RPCDataCollector(

@@ -160,6 +160,39 @@ def test_a_step_of_the_old_gym_ends_the_run_with_its_first_result(
     assert not [each for each in caplog.messages if "replaced" in each]
 
 
+def broken_in(processes: int) -> Any:
+    """Makes an env that raises at its second step in this many processes of a worker."""
+
+    def make(context: dc.EnvContext) -> StumblingEnv:
+        return StumblingEnv(gym.make("CartPole-v1"), 2 if context.incarnation < processes else None)
+
+    return make
+
+
+def test_the_only_worker_is_replaced_if_its_env_is_broken() -> None:
+    faults = dc.Faults(max_env_faults=1)
+    with dc.aSyncDataCollector(broken_in(1), frames_per_batch=40, faults=faults) as collector:
+        collector.next(timeout_s=60)
+        assert collector.stats().num_restarts == 1
+
+
+@pytest.mark.parametrize("inference", [None, dc.Inference("host")], ids=["worker", "host"])
+def test_an_env_that_is_broken_in_each_process_ends_the_run(
+    inference: dc.Inference | None,
+) -> None:
+    with dc.MultiSyncDataCollector(
+        broken_in(99),
+        SummingPolicy(),
+        frames_per_batch=40,
+        num_workers=1,
+        inference=inference,
+        faults=dc.Faults(max_env_faults=1),
+    ) as collector:
+        with pytest.raises(dc.EnvError, match="stumbled"):
+            collector.next(timeout_s=60)
+        assert collector.stats().num_restarts == 2
+
+
 class RaisesInClose(CountingEnv):
     def close(self) -> None:
         raise RuntimeError("can't be closed")

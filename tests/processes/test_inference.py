@@ -270,11 +270,11 @@ class Telling(nn.Module):
 
 
 class Weighing(Telling):
-    """Writes its weight."""
+    """Writes its weight, too."""
 
     def forward(self, observation: torch.Tensor) -> Any:
-        action, _ = super().forward(observation)
-        return action, {"weight": self.weight.expand(len(observation))}
+        action, told = super().forward(observation)
+        return action, {**told, "weight": self.weight.expand(len(observation))}
 
 
 def test_one_process_has_the_policy_of_all_workers() -> None:
@@ -661,6 +661,37 @@ def test_a_resumed_run_counts_on() -> None:
         os.kill(int(batch["pid"].flatten()[0]), signal.SIGKILL)
         batch = collector.next()
         assert batch["collector", "policy_version"].unique().tolist() == [version]
+
+
+class Late(dc.TransportUpdater):
+    """Needs a moment for each push."""
+
+    def sources(self, payload: torch.Tensor, peers: Any) -> Any:
+        time.sleep(0.5)
+        return super().sources(payload, peers)
+
+
+def test_a_replaced_server_of_a_resumed_run_has_no_frame_of_its_first_weights() -> None:
+    policy = Weighing()
+    with dc.MultiaSyncDataCollector(
+        ProcessIdEnv,
+        policy,
+        num_workers=2,
+        frames_per_batch=8,
+        inference=dc.Inference("host"),
+        weight_updater=Late(),
+        faults=dc.Faults(restart_pause_s=0.1),
+    ) as collector:
+        policy.weight.data.fill_(5)
+        collector.update_policy_weights_()
+        collector.load_state_dict({**collector.state_dict(), "policy_version": 7})
+        servers = set(collector.next()["pid"].unique().tolist())
+        os.kill(*servers, signal.SIGKILL)
+        while len(servers) == 1:
+            batch = collector.next()
+            assert batch["collector", "policy_version"].unique().tolist() == [7]
+            assert batch["weight"].unique().tolist() == [5]
+            servers.update(batch["pid"].unique().tolist())
 
 
 def test_nothing_is_left() -> None:

@@ -152,3 +152,55 @@ def test_a_reader_that_has_seen_enough(tmp_path: Path) -> None:
         shown.stdout.close()
         assert "Pipe" not in shown.stderr.read()
         assert shown.wait(100) == 128 + signal.SIGPIPE
+
+
+_PREEMPTED = """
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import distcollect as dc
+
+workers = []
+
+
+def start_one():
+    options = ["worker", "--run", os.environ["DISTCOLLECT_RUN"]]
+    workers.append(subprocess.Popen([sys.executable, "-m", "distcollect", *options]))
+
+
+def main():
+    start_one()
+    with dc.RPCDataCollector("CartPole-v1", frames_per_batch=8, num_workers=1) as collector:
+        evaluate = lambda: len(collector.evaluate(3).returns)
+        for use in evaluate, lambda: [*collector.call("reset")]:
+            workers[-1].terminate()
+            workers[-1].wait()
+            while collector.num_workers:
+                time.sleep(0.1)
+            threading.Timer(1, start_one).start()
+            print("got", use())
+        threading.Timer(0.5, workers[-1].kill).start()
+        threading.Timer(2, start_one).start()
+        print("got", len(collector.evaluate(5000).returns))
+    workers[-1].terminate()
+
+
+if __name__ == "__main__":
+    dc.run(main)
+"""
+
+
+def test_evaluate_and_call_wait_for_workers_as_batches_do(run: RunFolder, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(_PREEMPTED)
+    run.write("run.json", {**run.settings, "patience_s": 100.0})
+    trainer = start(
+        [sys.executable, tmp_path / "train.py"],
+        **{RUN_VARIABLE: str(run.path), TOKEN_VARIABLE: str(run.token_file)},
+        DISTCOLLECT_LISTEN=f"127.0.0.1:{free_port()}",
+    )
+    output, _ = trainer.communicate(timeout=120)
+    got = [line for line in output.splitlines() if line.startswith("got")]
+    assert got == ["got 3", "got [0]", "got 5000"], output

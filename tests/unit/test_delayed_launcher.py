@@ -51,8 +51,9 @@ def test_each_job_requests_what_its_dict_says(sbatch_files: SbatchFiles) -> None
             "slurm_ntasks_per_node": 4,
             "slurm_account": "other",
             "slurm_cpus_per_task": None,
-            "slurm_additional_parameters": {"exclude": "node7"},
+            "slurm_additional_parameters": {"exclude": "node7", "mail_type": "END", "hold": True},
             "slurm_mail_user": "me",
+            "slurm_exclusive": True,
         },
     )
     assert "#SBATCH --time=30\n" in trainer  # slurm_time takes precedence over timeout_min
@@ -60,7 +61,8 @@ def test_each_job_requests_what_its_dict_says(sbatch_files: SbatchFiles) -> None
     assert "module load cuda\n" in trainer
     assert "account" not in trainer
     assert workers.startswith("4 task(s), 2 times\n")
-    for line in ("time=20", "account=other", "exclude=node7", "mail-user=me"):
+    named = ("time=20", "account=other", "exclude=node7", "mail-user=me", "mail-type=END")
+    for line in (*named, "exclusive", "hold"):
         assert f"#SBATCH --{line}\n" in workers
 
 

@@ -14,7 +14,7 @@ from helpers.paths import ROOT
 
 PACKAGE = ROOT / "distcollect"
 LONGEST_MODULE = 450
-LIMITS = {PACKAGE: 29_709, PACKAGE / "commands": 2_028, ROOT / "tests": 38_374}
+LIMITS = {PACKAGE: 29_765, PACKAGE / "commands": 2_028, ROOT / "tests": 38_549}
 LIMITS |= {PACKAGE / "net": 1_416, PACKAGE / "transport": 1_212}
 
 

@@ -130,9 +130,9 @@ def _options_of(conf: Mapping[str, Any], names: Mapping[str, str], prefix: str) 
         elif name == "setup":
             words += [f"--setup={line}" for line in value]
         elif name == "additional_parameters":
-            words += [f"{prefix}slurm={key}={each}" for key, each in value.items()]
+            words += [f"{prefix}slurm={_of_sbatch(key, each)}" for key, each in value.items()]
         elif name != given:
-            words.append(f"{prefix}slurm={name.replace('_', '-')}={value}")
+            words.append(f"{prefix}slurm={_of_sbatch(name, value)}")
         else:
             known = [each if each == "timeout_min" else f"slurm_{each}" for each in names]
             raise ArgumentError(
@@ -140,6 +140,11 @@ def _options_of(conf: Mapping[str, Any], names: Mapping[str, str], prefix: str) 
                 "other option of sbatch"
             )
     return words
+
+
+def _of_sbatch(name: str, value: object) -> str:
+    """An option of sbatch; True stands for one without a value, as in submitit."""
+    return name.replace("_", "-") + ("" if value is True else f"={value}")
 
 
 def _own_script() -> list[str]:
