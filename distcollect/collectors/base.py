@@ -879,10 +879,10 @@ class DataCollectorBase(ABC):
         checks.positive("num_episodes", num_episodes)
         seed = None if seed is None else checked_seed(seed)
         limit_s = self._backend.limit_s(timeout_s)
-        request = EvaluationRequest(num_episodes, deterministic, seed, limit_s)
-        evaluation = self._backend.evaluate(request, worker_ids)
-        self._stats_recorder.evaluated(evaluation)
-        return evaluation
+        request = EvaluationRequest(
+            num_episodes, deterministic, seed, limit_s, with_weights=bool(self._stats_recorder.best)
+        )
+        return self._stats_recorder.evaluated(self._backend.evaluate(request, worker_ids))
 
     def state_dict(self) -> dict[str, Any]:
         """Counts, versions, seeds and ids for :meth:`load_state_dict`, as plain numbers.

@@ -291,7 +291,7 @@ class InProcess(Backend):
         with self._paused(request.timeout_s):
             self.engine.weights.apply()
             try:
-                return self._evaluator.evaluate(request, self.engine.weights.version)
+                return self._evaluator.evaluate(request, self.engine.weights)
             except EnvError as error:
                 self._stats_recorder.evaluation_failed(error)
                 raise

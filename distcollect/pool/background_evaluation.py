@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Collection
 from concurrent.futures import Future
+from dataclasses import replace
 
 from distcollect.config import EvaluationWorkers
 from distcollect.errors import DistCollectError, EnvError, WorkerLost
@@ -59,7 +60,8 @@ class Evaluators:
             self._busy[worker_id] = version
         # Not under the lock: this takes the pool's lock. Once the run has ended, nothing is called.
         with contextlib.suppress(DistCollectError):
-            answer = self._pool.call(worker_id, WorkerService.evaluate, self._request)
+            request = replace(self._request, with_weights=bool(self._stats_recorder.best))
+            answer = self._pool.call(worker_id, WorkerService.evaluate, request)
             answer.add_done_callback(lambda answer: self._done(worker_id, answer))
 
     def _done(self, worker_id: int, answer: Future[Evaluation]) -> None:
@@ -68,8 +70,7 @@ class Evaluators:
             newest = self._newest[worker_id]
             error = answer.exception()
             if error is None:
-                self.results.append(answer.result())
-                self._stats_recorder.evaluated(answer.result())
+                self.results.append(self._stats_recorder.evaluated(answer.result()))
                 # Newer weights may have reached the worker before it began.
                 evaluated = int(answer.result().policy_version[0])
         if isinstance(error, EnvError):

@@ -73,7 +73,12 @@ class _Mark(NamedTuple):
 
 
 class StatsRecorder:
-    """Records what a collector does; every method may be called from any thread."""
+    """Records what a collector does; every method may be called from any thread.
+
+    Attributes:
+        best: for "return" and each metric of which somebody asks: its highest mean of those
+            evaluations that answered their weights, and these weights.
+    """
 
     def __init__(
         self,
@@ -109,6 +114,7 @@ class StatsRecorder:
         self._metrics = self._new_tally().metrics
         self._faults: deque[EnvFault] = deque(maxlen=_RECENT_FAULTS)
         self._evaluation = EvaluationStats()
+        self.best: dict[str, tuple[float, Mapping[str, torch.Tensor]]] = {}
         self._evaluated_at = 0
         self._logged: dict[str, float] = {}
         self._num_asked = 0
@@ -186,8 +192,8 @@ class StatsRecorder:
                     self._metrics[name].extend(values)
                     tally.metrics[name].extend(values)
 
-    def evaluated(self, evaluation: Evaluation) -> None:
-        """Episodes were played to evaluate the policy."""
+    def evaluated(self, evaluation: Evaluation) -> Evaluation:
+        """Episodes were played to evaluate the policy; return what users get of it."""
         with self._lock:
             for worker_id in evaluation.worker_id.tolist():
                 self._tally(worker_id).counts["num_evaluated"] += 1
@@ -197,7 +203,12 @@ class StatsRecorder:
             summary = evaluation.summary()
             if summary.policy_version >= self._evaluation.policy_version:
                 self._evaluation, self._evaluated_at = summary, self._clock()
+            if evaluation.weights is not None:
+                for name, best in self.best.items():
+                    if (value := summary.mean_of(name)) > best[0] and math.isfinite(value):
+                        self.best[name] = value, evaluation.weights
         self._on_evaluation()
+        return replace(evaluation, weights=None)
 
     def evaluation_failed(self, error: EnvError) -> None:
         """An env raised too often in an evaluation."""

@@ -14,8 +14,8 @@ from helpers.paths import ROOT
 
 PACKAGE = ROOT / "distcollect"
 LONGEST_MODULE = 450
-LIMITS = {PACKAGE: 29_469, PACKAGE / "commands": 2_026, ROOT / "tests": 37_045}
-LIMITS |= {PACKAGE / "net": 1_416, PACKAGE / "transport": 1_212}
+LIMITS = {PACKAGE: 29_514, PACKAGE / "commands": 2_026, ROOT / "tests": 37_093}
+LIMITS |= {PACKAGE / "net": 1_416, PACKAGE / "transport": 1_213}
 
 
 def code_lines(path: Path) -> int:
