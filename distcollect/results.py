@@ -356,7 +356,8 @@ class Stats(_Figures, dict[str, Any]):
             return None
         collected = self.frames - self.resumed_frames
         # Padding counts towards the total, but not in the rate.
-        real = min(1.0, self.delivered / collected) if self.delivered and collected else 1.0
+        delivered = sum(self.lag.frames.values())  # also for trajectories that nobody has yet
+        real = min(1.0, delivered / collected) if delivered and collected else 1.0
         return max(0, self.total_frames - self.frames) * real / self.frames_per_s
 
     def as_dict(self) -> dict[str, Any]:

@@ -110,7 +110,7 @@ class InProcess(Backend):
         return self._plan.policy if given is None else self._options.policy
 
     @property
-    def ledger(self) -> LedgerReport:
+    def _ledger(self) -> LedgerReport:
         counts, delivered = self.engine.counter, self.frames - self.resumed_frames
         stepped, lost = counts.stepped, dict(counts.lost)
         frames = Frames(

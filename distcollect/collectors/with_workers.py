@@ -216,7 +216,7 @@ class WithWorkers(Backend):
         return cores
 
     @property
-    def ledger(self) -> LedgerReport:
+    def _ledger(self) -> LedgerReport:
         return self.pool.ledger
 
     def _snapshot(self, known: Stats) -> Stats:
@@ -237,7 +237,7 @@ class WithWorkers(Backend):
             states=states,
             processes=dict(self.workers.processes),
             ready=self.pool.num_ready,
-            ledger=self.pool.ledger,
+            ledger=self.ledger,
             evaluating=self._options.evaluating,
         )
 
