@@ -828,8 +828,8 @@ class DataCollectorBase(ABC):
             kwargs: keyword arguments for the method.
 
         Returns:
-            ``{worker_id: values}``, with one value for each env of the worker, or a single one for
-            a native vector env.
+            ``{worker_id: values}``, with one value for each env of the worker, or a single one of a
+            native vector env, or of a vector env's wrapper.
 
         Raises:
             EnvError: an env has no such method, or it raised. Names worker and env.
