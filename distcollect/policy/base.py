@@ -16,6 +16,7 @@ from torch.distributions import Distribution, Independent, TransformedDistributi
 
 from distcollect.common.random_state import random_state_restored
 from distcollect.errors import ArgumentError, PolicyError
+from distcollect.policy.live_weights import buffers_restored
 from distcollect.policy.noise import NoiseProcess
 from distcollect.policy.recurrent import PolicyState
 from distcollect.rollout.spaces import Leaf
@@ -208,7 +209,8 @@ class Policy(ABC):
     def try_out(self) -> Sequence[np.ndarray]:
         """Call the policy for the first time, to learn which extras it returns; its action.
 
-        The global random generators stay as they are, as users seed them before.
+        The global random generators, which users seed before, and the policy's buffers stay as they
+        are.
         """
-        with random_state_restored(), self.exploring():
+        with random_state_restored(), buffers_restored(self.module), self.exploring():
             return self()[0]

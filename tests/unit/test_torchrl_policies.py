@@ -317,3 +317,12 @@ def test_lazy_modules_get_their_shapes_before_the_first_step(kind: str) -> None:
         for name, weight in net.state_dict().items():
             assert torch.equal(weight, before[name])
         net(batch.clone())["value"].sum().backward()  # they are no inference tensors
+
+
+def test_buffers_have_seen_nothing_but_the_frames(zoo: Any) -> None:
+    norm = nn.BatchNorm1d(3)
+    policy = Mod(nn.Sequential(norm, nn.Linear(3, 1)), ["observation"], ["action"])
+    with dc.SyncDataCollector(zoo.Counter(batch_size=(2,)), policy, frames_per_batch=8) as found:
+        assert norm.num_batches_tracked == 0
+        found.next()
+        assert norm.num_batches_tracked == 4

@@ -31,6 +31,7 @@ from distcollect.policy.calling import (
     raised,
     takes_tensordict,
 )
+from distcollect.policy.live_weights import buffers_restored
 from distcollect.policy.noise import ExplorationNoise
 from distcollect.policy.weight_layout import has_lazy_weights, module_of
 
@@ -156,7 +157,7 @@ class TensorDictPolicy:
     def try_out(self, td: TensorDictBase) -> TensorDictBase:
         """Call the policy for the first time, with a copy of ``td``.
 
-        The global random generators stay as they are.
+        The global random generators and the policy's buffers stay as they are.
 
         Returns:
             The copy, with the outputs.
@@ -166,7 +167,7 @@ class TensorDictPolicy:
                 exploration type asks for.
         """
         copied = td.clone()
-        with random_state_restored(), self.exploring():
+        with random_state_restored(), buffers_restored(self.module), self.exploring():
             self(copied)
         if self._exploration in (Exploration.MEAN, Exploration.MEDIAN):
             # Distributions of whole numbers have a mean of NaN, which an env may take as an action.
