@@ -385,6 +385,8 @@ class Backend(ABC):
             settle, batch.settle = batch.settle, None
             if settle is not None:
                 settle(cause)
+                if self.statistics is not None and batch.headers:
+                    self.statistics.settle(is_lost=cause is not None)
                 if cause is None and batch.headers:
                     self._gaps.delivered()
                     self._count(batch.headers, batch.lag, batch.age)
@@ -404,12 +406,17 @@ class Backend(ABC):
         if self.is_over():
             return None
         batch = self._collect(self.limit_s(timeout_s))
-        try:
+        with self._given_up_if_it_fails(batch):
             batch.frames = self._processed(self._shaped(batch))
+        return batch
+
+    @contextlib.contextmanager
+    def _given_up_if_it_fails(self, batch: Batch) -> Iterator[None]:
+        try:
+            yield
         except BaseException:
             self._settle(batch, "given_up")
             raise
-        return batch
 
     def _assembled(self, layout: Layout, rollouts: Sequence[Rollout]) -> TensorDict:
         """Return a batch of these rollouts, for :meth:`.BatchFormat.shaped`."""
@@ -490,7 +497,8 @@ class Backend(ABC):
                     raise
                 raise trajectories.too_few(limit_s) from error
             num_before = trajectories.num_whole
-            rows = self._shaped(batch)
+            with self._given_up_if_it_fails(batch):
+                rows = self._shaped(batch)
             with self._lock:
                 trajectories.add(rows, batch.headers, self.rests)
                 self._settle(batch, None)

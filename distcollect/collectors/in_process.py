@@ -181,9 +181,15 @@ class InProcess(Backend):
 
     def _processed(self, frames: TensorDict) -> TensorDict:
         frames = super()._processed(frames)
-        if self.hooks.post_collect is not None:
+        if self.hooks.post_collect is not None and self._trajectories is None:
             self.hooks.post_collect(frames)
         return frames
+
+    def _shaped(self, batch: Batch) -> TensorDict:
+        rows = super()._shaped(batch)
+        if self.hooks.post_collect is not None and self._trajectories is not None:
+            self.hooks.post_collect(rows[0])
+        return rows
 
     def zeros(self) -> TensorDict:
         """Return a batch of zeros, see :meth:`.SyncDataCollector.fake_tensordict`."""
