@@ -197,10 +197,10 @@ class InProcess(Backend):
         slab.clear()
         counts = slab.num_frames, slab.num_steps
         header = Header(0, 0, 0, *counts, 0, (0, 0), wire_form=slab.wire_form)
-        frames = self._assembled(self.layout, [Rollout(header, slab.local_tensors())]).zero_()
+        frames = self._assembled(self.layout, [Rollout(header, slab.local_tensors())])
         if self.statistics is not None and not self.statistics.is_raw:
-            frames = self.statistics.normalized(frames).zero_()  # integers become floats
-        return self._format.processed(self._format.shaped(frames, self.layout))
+            frames = self.statistics.normalized(frames)  # integers become floats
+        return self._format.processed(self._format.shaped(frames, self.layout).zero_())
 
     # What the user asks for between two batches.
 

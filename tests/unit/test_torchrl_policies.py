@@ -266,9 +266,8 @@ def test_what_a_policy_of_torchrl_takes_of_its_distribution(zoo: Any) -> None:
 
 @pytest.mark.parametrize("batch_size", [(), (3,)])
 def test_a_fake_batch(zoo: Any, batch_size: tuple[int, ...]) -> None:
-    with dc.SyncDataCollector(
-        zoo.Counter(batch_size=batch_size), frames_per_batch=12, track_policy_version=True
-    ) as collector:
+    settings: Any = {"frames_per_batch": 12, "track_policy_version": True, "set_truncated": True}
+    with dc.SyncDataCollector(zoo.Counter(batch_size=batch_size), **settings) as collector:
         fake, batch = collector.fake_tensordict(), collector.next()
         assert fake.batch_size == batch.batch_size
         assert fake.names == batch.names
@@ -278,11 +277,12 @@ def test_a_fake_batch(zoo: Any, batch_size: tuple[int, ...]) -> None:
             assert not fake[key].any()
         assert keys(fake) == keys(batch)
         assert collector.frames == 12
-    with (
-        dc.SyncDataCollector(zoo.Counter(), frames_per_batch=4, trajs_per_batch=1) as collector,
-        pytest.raises(dc.CollectorStateError, match="no fixed shape"),
-    ):
-        collector.fake_tensordict()
+    for settings in ({"trajs_per_batch": 1}, {"split_trajs": True}):
+        with (
+            dc.SyncDataCollector(zoo.Counter(), frames_per_batch=4, **settings) as collector,
+            pytest.raises(dc.CollectorStateError, match="no fixed shape"),
+        ):
+            collector.fake_tensordict()
 
 
 def test_a_state_has_the_weights_of_the_policy(zoo: Any) -> None:
