@@ -199,7 +199,7 @@ class DataCollectorBase(ABC):
 
     @property
     def init_random_frames(self) -> int:
-        """Number of frames at the start that have random actions."""
+        """Number of frames with random actions at the start, before it is rounded up."""
         return self._options.random_frames
 
     @property
