@@ -8,6 +8,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -882,7 +883,9 @@ class DataCollectorBase(ABC):
         request = EvaluationRequest(
             num_episodes, deterministic, seed, limit_s, with_weights=bool(self._stats_recorder.best)
         )
-        return self._stats_recorder.evaluated(self._backend.evaluate(request, worker_ids))
+        evaluation = self._backend.evaluate(request, worker_ids)
+        self._stats_recorder.evaluated(evaluation)
+        return replace(evaluation, weights=None)
 
     def state_dict(self) -> dict[str, Any]:
         """Counts, versions, seeds and ids for :meth:`load_state_dict`, as plain numbers.

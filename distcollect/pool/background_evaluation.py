@@ -44,6 +44,7 @@ class Evaluators:
         self._lock = threading.Lock()
         self._newest: dict[int, int] = {}  # worker_id to the version that it has
         self._busy: dict[int, int] = {}  # worker_id to the version that it evaluates
+        self._parts: dict[int, list[Evaluation]] = {}  # of versions that others evaluate as well
 
     def has_weights(self, worker_id: int, version: int) -> None:
         """A worker has new weights, or has joined with its first ones."""
@@ -70,9 +71,15 @@ class Evaluators:
             newest = self._newest[worker_id]
             error = answer.exception()
             if error is None:
-                self.results.append(self._stats_recorder.evaluated(answer.result()))
+                result = answer.result()
                 # Newer weights may have reached the worker before it began.
-                evaluated = int(answer.result().policy_version[0])
+                evaluated = int(result.policy_version[0])
+                self.results.append(replace(result, weights=None))
+                self._parts.setdefault(evaluated, []).append(result)
+            # Once no other worker plays this version, or has it to play next.
+            awaited = {*self._busy.values(), *(self._newest[w] for w in self._busy)}
+            for version in self._parts.keys() - awaited:
+                self._stats_recorder.evaluated(Evaluation.joined(self._parts.pop(version)))
         if isinstance(error, EnvError):
             self._stats_recorder.evaluation_failed(error)
         if isinstance(error, WorkerLost):

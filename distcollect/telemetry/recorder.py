@@ -192,8 +192,8 @@ class StatsRecorder:
                     self._metrics[name].extend(values)
                     tally.metrics[name].extend(values)
 
-    def evaluated(self, evaluation: Evaluation) -> Evaluation:
-        """Episodes were played to evaluate the policy; return what users get of it."""
+    def evaluated(self, evaluation: Evaluation) -> None:
+        """Episodes were played to evaluate the policy."""
         with self._lock:
             for worker_id in evaluation.worker_id.tolist():
                 self._tally(worker_id).counts["num_evaluated"] += 1
@@ -208,7 +208,6 @@ class StatsRecorder:
                     if (value := summary.mean_of(name)) > best[0] and math.isfinite(value):
                         self.best[name] = value, evaluation.weights
         self._on_evaluation()
-        return replace(evaluation, weights=None)
 
     def evaluation_failed(self, error: EnvError) -> None:
         """An env raised too often in an evaluation."""
