@@ -139,6 +139,24 @@ def test_two_runs_can_not_use_one_path(tmp_path: Path, monkeypatch: pytest.Monke
     assert dc.Checkpoint(path, progress={}).load(), "this process has it already"
 
 
+def test_the_best_has_the_weights_that_an_inference_server_had(tmp_path: Path) -> None:
+    policy = Constant()
+    with dc.MultiSyncDataCollector(
+        Echo, policy, frames_per_batch=4, num_workers=1, inference=dc.Inference("host")
+    ) as collector:
+        checkpoint = dc.Checkpoint(
+            tmp_path / "c.pt", best="return", policy=policy, collector=collector
+        )
+        for value in (1.0, 5.0, 3.0):
+            torch.nn.init.constant_(policy.value, value)
+            collector.evaluate(1)
+            checkpoint.step()
+            collector.update_policy_weights_(policy)
+    saved = torch.load(checkpoint.best_path, weights_only=True)
+    assert saved["best"] == ("return", (True, 5.0))
+    assert saved["parts"]["policy"]["value"].item() == 5.0
+
+
 @pytest.mark.parametrize("has_factory", [False, True])
 def test_the_best_has_the_weights_that_a_worker_evaluated(
     tmp_path: Path, has_factory: bool

@@ -14,7 +14,7 @@ from helpers.paths import ROOT
 
 PACKAGE = ROOT / "distcollect"
 LONGEST_MODULE = 450
-LIMITS = {PACKAGE: 29_600, PACKAGE / "commands": 2_026, ROOT / "tests": 37_259}
+LIMITS = {PACKAGE: 29_611, PACKAGE / "commands": 2_026, ROOT / "tests": 37_275}
 LIMITS |= {PACKAGE / "net": 1_416, PACKAGE / "transport": 1_213}
 
 
