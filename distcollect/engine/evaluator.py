@@ -104,7 +104,7 @@ class Evaluator:
             raise
         weights = None
         if request.with_weights:
-            state = state_tensors(own)
+            state = state_tensors(live.module)
             names = [entry.names[0] for entry in live.layout.entries]
             weights = {name: state[name].detach().to("cpu", copy=True) for name in names}
         returns, lengths, versions, values = zip(*episodes, strict=True)
