@@ -162,6 +162,10 @@ class EpisodeStats:
         ends = returns.min().item(), returns.max().item()
         return cls(count, returns.mean().item(), lengths.double().mean().item(), *ends, metrics)
 
+    def mean_of(self, name: str) -> float:
+        """The mean of a metric, or of "return"."""
+        return self.mean_return if name == "return" else self.metrics[name]
+
 
 @dataclass(frozen=True)
 class EvaluationStats(EpisodeStats):
@@ -355,7 +359,8 @@ class Stats(_Figures, dict[str, Any]):
             return None
         collected = self.frames - self.resumed_frames
         # Padding counts towards the total, but not in the rate.
-        real = min(1.0, self.delivered / collected) if self.delivered and collected else 1.0
+        delivered = sum(self.lag.frames.values())  # also for trajectories that nobody has yet
+        real = min(1.0, delivered / collected) if delivered and collected else 1.0
         return max(0, self.total_frames - self.frames) * real / self.frames_per_s
 
     def as_dict(self) -> dict[str, Any]:
@@ -419,6 +424,7 @@ class Evaluation:
         metrics: for each metric of ``Monitor(metrics=...)``, float64 ``[E]``: its values.
         num_env_faults: how often envs raised meanwhile, by worker_id.
         env_faults: the last twenty of these of each worker.
+        weights: of the policy, by name, on the way to a :class:`Checkpoint`; users get None.
     """
 
     returns: torch.Tensor
@@ -428,6 +434,7 @@ class Evaluation:
     metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)
     num_env_faults: Mapping[int, int] = field(default_factory=dict)
     env_faults: Sequence[EnvFault] = ()
+    weights: Mapping[str, torch.Tensor] | None = None
 
     @classmethod
     def joined(cls, parts: Sequence[Evaluation]) -> Evaluation:
@@ -443,6 +450,7 @@ class Evaluation:
             {name: torch.cat([p.metrics[name] for p in parts]) for name in parts[0].metrics},
             num_env_faults,
             tuple(fault for part in parts for fault in part.env_faults),
+            next((part.weights for part in parts if part.weights is not None), None),
         )
 
     @property

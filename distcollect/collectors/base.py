@@ -8,6 +8,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -206,7 +207,7 @@ class DataCollectorBase(ABC):
 
     @property
     def init_random_frames(self) -> int:
-        """Number of frames at the start that have random actions."""
+        """Number of frames with random actions at the start, before it is rounded up."""
         return self._options.random_frames
 
     @property
@@ -842,8 +843,8 @@ class DataCollectorBase(ABC):
             kwargs: keyword arguments for the method.
 
         Returns:
-            ``{worker_id: values}``, with one value for each env of the worker, or a single one for
-            a native vector env.
+            ``{worker_id: values}``, with one value for each env of the worker, or a single one of a
+            native vector env, or of a vector env's wrapper.
 
         Raises:
             EnvError: an env has no such method, or it raised. Names worker and env.
@@ -899,10 +900,12 @@ class DataCollectorBase(ABC):
         checks.positive("num_episodes", num_episodes)
         seed = None if seed is None else checked_seed(seed)
         limit_s = self._backend.limit_s(timeout_s)
-        request = EvaluationRequest(num_episodes, deterministic, seed, limit_s)
+        request = EvaluationRequest(
+            num_episodes, deterministic, seed, limit_s, with_weights=bool(self._stats_recorder.best)
+        )
         evaluation = self._backend.evaluate(request, worker_ids)
         self._stats_recorder.evaluated(evaluation)
-        return evaluation
+        return replace(evaluation, weights=None)
 
     def state_dict(self) -> dict[str, Any]:
         """Counts, versions, seeds and ids for :meth:`load_state_dict`, as plain numbers.

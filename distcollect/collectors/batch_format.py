@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict
@@ -11,6 +12,7 @@ from tensordict.base import TensorDictBase
 
 from distcollect.collectors.options import CollectorOptions
 from distcollect.errors import ArgumentError, ArgumentTypeError, BatchTimeout
+from distcollect.results import Frames, LedgerReport
 from distcollect.rollout.header import Header, Rollout
 from distcollect.rollout.layout import FAULTED, MASK, TRAJ_IDS, Layout
 from distcollect.rollout.spaces import as_key, indexable
@@ -133,18 +135,20 @@ class WholeTrajectories:
     """Joins the parts of trajectories that span several rollouts; orders them by their end.
 
     Attributes:
-        abandoned_frames: frames of trajectories that will never be delivered: their env or worker
-            failed, a rollout in between was dropped, or it ended, or was reset, before.
+        abandoned: worker_id to the number of frames of trajectories that will never be delivered:
+            their env or worker failed, a rollout in between was dropped, or it ended, or was reset,
+            before.
+        held: the same of those that may be.
     """
 
     def __init__(self, options: CollectorOptions) -> None:
         """Start without trajectories; a replay buffer gets as many at a time as there are."""
-        self.abandoned_frames = 0
+        self.abandoned, self.held = Counter[int](), Counter[int]()
         self._options = options
         has_buffer = options.replay_buffer is not None
         self._num_per_batch = None if has_buffer else options.trajs_per_batch
         self._workers: dict[int, _Unfinished] = {}  # by worker_id
-        self._whole: list[list[TensorDict]] = []  # the parts of each
+        self._whole: list[tuple[int, list[TensorDict]]] = []  # worker_id and parts of each
 
     @property
     def num_whole(self) -> int:
@@ -178,12 +182,14 @@ class WholeTrajectories:
             rests: ids of trajectories whose beginning is missing.
         """
         for header, rollout in zip(headers, rows.unbind(0), strict=True):
-            self._add(rollout, self._workers.setdefault(header.worker_id, _Unfinished()), rests)
+            self._add(rollout, header.worker_id, rests)
 
-    def _add(self, rows: TensorDict, worker: _Unfinished, rests: set[int]) -> None:
+    def _add(self, rows: TensorDict, worker_id: int, rests: set[int]) -> None:
+        worker = self._workers.setdefault(worker_id, _Unfinished())
         worker.incomplete.update(rests)
         unfinished: set[int] = set()
         frames, lengths = _by_trajectory(rows)
+        self.held[worker_id] += len(frames)
         done_keys = _flags(frames["next"], "done")
         if ("done",) in done_keys:
             done_keys = [("done",)]  # an agent may be done long before its env
@@ -195,9 +201,9 @@ class WholeTrajectories:
             if ends and bool(part[FAULTED][-1]):
                 worker.incomplete.add(traj_id)  # its end is missing
             if traj_id in worker.incomplete:
-                self.abandoned_frames += len(part)
+                self._drop(worker_id, [part])
             elif ends:
-                self._whole.append([*worker.parts.pop(traj_id, ()), part])
+                self._whole.append((worker_id, [*worker.parts.pop(traj_id, ()), part]))
             else:
                 # A copy: a view would keep the whole rollout in memory until the trajectory ends.
                 worker.parts.setdefault(traj_id, []).append(part.clone())
@@ -206,14 +212,17 @@ class WholeTrajectories:
         # Every env's present trajectory is known now, so no other one of this worker will ever end.
         worker.incomplete &= unfinished
         for traj_id in worker.parts.keys() - (unfinished - worker.incomplete):
-            self.abandoned_frames += sum(map(len, worker.parts.pop(traj_id)))
+            self._drop(worker_id, worker.parts.pop(traj_id))
+
+    def _drop(self, worker_id: int, parts: Sequence[TensorDict]) -> None:
+        count = sum(map(len, parts))
+        self.held[worker_id] -= count
+        self.abandoned[worker_id] += count
 
     def abandon(self) -> None:
         """Drop all trajectories, whole or not; the next ones must begin with a reset."""
-        begun = [parts for worker in self._workers.values() for parts in worker.parts.values()]
-        self.abandoned_frames += sum(
-            len(part) for parts in [*self._whole, *begun] for part in parts
-        )
+        self.abandoned.update(self.held)
+        self.held.clear()
         self._whole = []
         for worker in self._workers.values():
             worker.parts = {}
@@ -224,15 +233,35 @@ class WholeTrajectories:
         There must be enough whole trajectories: see :attr:`ready`.
         """
         first = self._whole[: self._num_per_batch]
-        frames: TensorDict = torch.cat([part for parts in first for part in parts])
+        frames: TensorDict = torch.cat([part for _, parts in first for part in parts])
         if self._options.traj_format == "cat":
             frames.names = ["time"]
             return frames
-        return _padded(frames, torch.tensor([sum(map(len, parts)) for parts in first]))
+        return _padded(frames, torch.tensor([sum(map(len, parts)) for _, parts in first]))
 
     def drop_first(self) -> None:
         """Drop the trajectories that :meth:`first` returns."""
+        for worker_id, parts in self._whole[: self._num_per_batch]:
+            self.held[worker_id] -= sum(map(len, parts))
         del self._whole[: self._num_per_batch]
+
+    def settled(self, report: LedgerReport) -> LedgerReport:
+        """``report`` without the frames that it takes for delivered and nobody has."""
+
+        def corrected(frames: Frames, held: int, abandoned: int) -> Frames:
+            return replace(
+                frames,
+                delivered=frames.delivered - held - abandoned,
+                lost={**frames.lost, **({"unfinished": abandoned} if abandoned else {})},
+                open=frames.open + held,
+            )
+
+        workers = {
+            w: corrected(frames, self.held[w], self.abandoned[w])
+            for w, frames in report.workers.items()
+        }
+        total = corrected(report.total, self.held.total(), self.abandoned.total())
+        return LedgerReport(workers, total)
 
 
 def split(rows: TensorDict) -> TensorDict:

@@ -9,7 +9,7 @@ import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -210,9 +210,17 @@ class Backend(ABC):
         """The policy as it was given, or made by ``policy_factory``; None: random actions."""
 
     @property
-    @abstractmethod
     def ledger(self) -> LedgerReport:
         """See :attr:`.DataCollectorBase.ledger`."""
+        if (trajectories := self._trajectories) is None:
+            return self._ledger
+        with self._lock:
+            return trajectories.settled(self._ledger)
+
+    @property
+    @abstractmethod
+    def _ledger(self) -> LedgerReport:
+        """The same, of rollouts: with ``trajs_per_batch``, those that were taken apart count."""
 
     @abstractmethod
     def _collect(self, timeout_s: float) -> Batch:
@@ -250,7 +258,7 @@ class Backend(ABC):
 
     def stats(self, collector: str, *, ended: bool) -> Stats:
         """Return statistics; ``collector``: the name of its class."""
-        return self._snapshot(
+        known = self._snapshot(
             Stats(
                 collector=collector,
                 frames=self.frames,
@@ -262,6 +270,10 @@ class Backend(ABC):
                 frames_per_batch=self.frames_per_batch,
             )
         )
+        if (apart := self._trajectories) is None:
+            return known
+        undelivered = apart.held.total() + apart.abandoned.total()
+        return replace(known, delivered=known.delivered - undelivered)
 
     # One thread at a time.
 
@@ -307,6 +319,8 @@ class Backend(ABC):
     def _end_turn(self) -> None:
         with self._lock:
             self._holder = None
+            if self._is_closed and self._trajectories is not None:
+                self._trajectories.abandon()
             self._lock.notify_all()
 
     def has_ended(self, timeout_s: float) -> bool:
@@ -370,6 +384,8 @@ class Backend(ABC):
             settle, batch.settle = batch.settle, None
             if settle is not None:
                 settle(cause)
+                if self.statistics is not None and batch.headers:
+                    self.statistics.settle(is_lost=cause is not None)
                 if cause is None and batch.headers:
                     self._gaps.delivered()
                     self._count(batch.headers, batch.lag, batch.age)
@@ -388,12 +404,17 @@ class Backend(ABC):
         if self.is_over():
             return None
         batch = self._collect(self.limit_s(timeout_s))
-        try:
+        with self._given_up_if_it_fails(batch):
             batch.frames = self._processed(self._shaped(batch))
+        return batch
+
+    @contextlib.contextmanager
+    def _given_up_if_it_fails(self, batch: Batch) -> Iterator[None]:
+        try:
+            yield
         except BaseException:
             self._settle(batch, "given_up")
             raise
-        return batch
 
     def _assembled(self, layout: Layout, rollouts: Sequence[Rollout]) -> TensorDict:
         """Return a batch of these rollouts, for :meth:`.BatchFormat.shaped`."""
@@ -474,8 +495,11 @@ class Backend(ABC):
                     raise
                 raise trajectories.too_few(limit_s) from error
             num_before = trajectories.num_whole
-            trajectories.add(self._shaped(batch), batch.headers, self.rests)
-            self._settle(batch, None)
+            with self._given_up_if_it_fails(batch):
+                rows = self._shaped(batch)
+            with self._lock:
+                trajectories.add(rows, batch.headers, self.rests)
+                self._settle(batch, None)
             # With resets in between, a trajectory that one rollout lacks comes in no later one.
             more = trajectories.num_whole > num_before
             if timeout_s is None and (more or not self._options.reset_at_each_iter):
@@ -557,7 +581,7 @@ class Backend(ABC):
     @property
     def abandoned_frames(self) -> int:
         """With ``trajs_per_batch``: frames of trajectories that will never be delivered."""
-        return 0 if self._trajectories is None else self._trajectories.abandoned_frames
+        return 0 if self._trajectories is None else self._trajectories.abandoned.total()
 
     def drop(self, cause: str) -> None:
         """Forget the batch that waits for the next call; its frames are lost by ``cause``."""
@@ -567,9 +591,9 @@ class Backend(ABC):
                 self._settle(self._waiting, cause)
                 self._waiting = None
 
-    def drop_trajectories(self) -> None:
+    def drop_trajectories(self, cause: str = "given_up") -> None:
         """Forget the trajectories, whole or not, and a batch that was not delivered."""
-        self.drop("given_up")
+        self.drop(cause)
         with self._lock:
             # Another thread that makes a batch may be adding to them now.
             is_free = self._holder is None or self._has_turn
@@ -589,7 +613,7 @@ class Backend(ABC):
                 with contextlib.suppress(CollectorStateError):
                     self._settle(self._adding, None)
         self._gaps.free_ids()
-        self.drop("shut_down")
+        self.drop_trajectories("shut_down")
 
 
 @contextlib.contextmanager

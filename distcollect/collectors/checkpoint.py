@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import logging
 import math
@@ -34,6 +35,7 @@ from distcollect.errors import (
     LaunchError,
 )
 from distcollect.launch.run_folder import RunFolder, obstacle
+from distcollect.policy.weight_layout import published, state_tensors
 
 log = logging.getLogger(__name__)
 
@@ -112,11 +114,12 @@ class Checkpoint:
             keep_last: how many files to keep. The older ones have a number at the end of their
                 name: ``checkpoint-12.pt``; the highest number is the newest. Files with such a name
                 that another path's ``Checkpoint`` wrote stay.
-            best: "return", or the name of a metric of ``Monitor(metrics=...)``: the save with the
-                highest value is also kept as ``checkpoint-best.pt``. The value is the mean of the
-                collector's newest evaluation, or, without any, of its last hundred episodes; while
+            best: "return", or the name of a metric of ``Monitor(metrics=...)``: what had the
+                highest value is also kept as ``checkpoint-best.pt``. The value is the mean of an
+                evaluation or, before the first, of the collector's last hundred episodes; while
                 there are fewer, as after a restart, no save of more is replaced. A better
-                evaluation is saved at the next :meth:`step`.
+                evaluation is saved at the next :meth:`step`: the weights that were evaluated, with
+                the other parts of that moment.
             save_on_ctrl_c: Ctrl-C also saves, as a signal does, and then raises its
                 KeyboardInterrupt; pressed again meanwhile, it raises that without saving.
             parts: what to save, by name: objects with ``state_dict`` and ``load_state_dict``, or
@@ -167,6 +170,9 @@ class Checkpoint:
             self._check_best_path()
         self._best_result = _NO_RESULT
         self._judged = None if best is None else collectors[0]  # whose results are compared
+        if best is not None:
+            # From now on, evaluations answer their weights.
+            collectors[0]._stats_recorder.best.setdefault(best, (-math.inf, {}))  # noqa: SLF001 - of this package
         self._parts = parts
         self._collectors = collectors
         self._saved_at = self._start_checked_at = time.monotonic()
@@ -258,7 +264,9 @@ class Checkpoint:
             name: part if isinstance(part, dict) else part.state_dict()
             for name, part in self._parts.items()
         }
-        best_result = max(self._result(), self._best_result)
+        result, weights = self._result()
+        is_best = result > self._best_result
+        best_result = max(result, self._best_result)
         saved = {
             "format": _FORMAT,
             "name": self.path.name,
@@ -268,7 +276,7 @@ class Checkpoint:
         }
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._hold()
-        if best_result > self._best_result:
+        if is_best:
             self._check_best_path()
         try:
             with replacing(self.path) as file:
@@ -276,15 +284,41 @@ class Checkpoint:
                 file.flush()
                 _check_loadable(Path(file.name), states)
                 self._keep_older()
+            if is_best and weights is not None:
+                # Meanwhile the policy may have learned.
+                saved["parts"] = self._with(weights, states)
+                with replacing(self.best_path) as file:
+                    torch.save(saved, file)
         except (OSError, RuntimeError) as error:
             # Of a full disk torch says "[enforce fail at inline_container.cc:672]" only.
             if isinstance(error, RuntimeError) and "inline_container" not in str(error):
                 raise
             why = getattr(error, "strerror", None) or "is the disk full?"
             raise OSError(f"{self.path} can't be written: {why}") from error
-        if best_result > self._best_result:
+        if is_best and weights is None:
             _link(self.path, self.best_path)
         self._best_result = best_result
+
+    def _with(self, weights: Mapping[str, torch.Tensor], states: Mapping[str, Any]) -> Any:
+        """``states`` with these weights, wherever they have the policy's."""
+        assert self._judged is not None
+        options = self._judged._options  # noqa: SLF001 - of this package
+        own = state_tensors(published(self._judged.policy, options.published_models))
+        if not own:  # only the user has the policy
+            fits = (s for s in states.values() if isinstance(s, dict) and s.keys() >= {*weights})
+            own = next(fits, {})
+        places = {own[name].data_ptr(): value for name, value in weights.items() if name in own}
+
+        def swapped(value: Any) -> Any:
+            if isinstance(value, dict):
+                value = copy.copy(value)  # with what torch adds to it
+                value.update((key, swapped(each)) for key, each in value.items())
+            elif isinstance(value, torch.Tensor):
+                new = places.get(value.data_ptr(), value)
+                value = new if new.shape == value.shape else value
+            return value
+
+        return {name: swapped(state) for name, state in states.items()}
 
     def _hold(self) -> None:
         """Have no other process use the path. In a run folder :meth:`_check_start` does that."""
@@ -328,17 +362,18 @@ class Checkpoint:
                 f"{self.best_path}, which it did not write: name another file"
             )
 
-    def _result(self) -> _Result:
-        if self._judged is None:
-            return _NO_RESULT
+    def _result(self) -> tuple[_Result, Mapping[str, torch.Tensor] | None]:
+        """The best result, and of an evaluation the weights that had it."""
+        if self._judged is None or self._best is None:
+            return _NO_RESULT, None
         stats = self._judged.stats()
-        is_evaluated = stats.evaluation.count > 0
-        episodes = stats.evaluation if is_evaluated else stats.episodes
-        value = (
-            episodes.mean_return if self._best == "return" else episodes.metrics[str(self._best)]
-        )
-        weight = 1.0 if is_evaluated else min(episodes.count, 100) / 101
-        return (weight, value) if math.isfinite(value) else _NO_RESULT
+        if stats.evaluation.count:
+            weight = 1.0
+            value, weights = self._judged._stats_recorder.best[self._best]  # noqa: SLF001 - of this package
+        else:
+            weight = min(stats.episodes.count, 100) / 101
+            value, weights = stats.episodes.mean_of(self._best), None
+        return (weight, value) if math.isfinite(value) else _NO_RESULT, weights
 
     def step(self) -> bool:
         """Save if it is time, after the last batch, or if an evaluation was the best.
@@ -362,8 +397,8 @@ class Checkpoint:
             self._check_start()
         if signals.requested_signal():
             self._save_and_exit()
-        weight, _ = result = self._result()
-        is_best = weight == 1 and result > self._best_result
+        result, weights = self._result()
+        is_best = weights is not None and result > self._best_result
         is_due = is_best or time.monotonic() - self._saved_at >= self._every_s
         is_due |= self._is_over() and not self._saved_end
         if is_due:

@@ -81,13 +81,12 @@ class SyncDataCollector(DataCollectorBase):
         """A batch of zeros, with the entries and the shape of the batches that it will deliver.
 
         Raises:
-            CollectorStateError: with ``trajs_per_batch``, or with an env whose entries change their
-                shapes: there a batch has no fixed shape.
+            CollectorStateError: with ``split_trajs`` or ``trajs_per_batch``, or with an env whose
+                entries change their shapes: there a batch has no fixed shape.
         """
         self._check_open()
-        layout = self._backend.layout
-        is_loose = layout.is_loose
-        if is_loose or self._options.trajs_per_batch is not None:
+        splits = self._options.split_trajs or self._options.trajs_per_batch is not None
+        if splits or self._backend.layout.is_loose:
             raise CollectorStateError(
                 "fake_tensordict(): batches of this collector have no fixed shape: take a batch"
             )

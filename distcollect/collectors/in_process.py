@@ -111,7 +111,7 @@ class InProcess(Backend):
         return self._plan.policy if given is None else self._options.policy
 
     @property
-    def ledger(self) -> LedgerReport:
+    def _ledger(self) -> LedgerReport:
         counts, delivered = self.engine.counter, self.frames - self.resumed_frames
         stepped, lost = counts.stepped, dict(counts.lost)
         frames = Frames(
@@ -184,9 +184,15 @@ class InProcess(Backend):
 
     def _processed(self, frames: TensorDict) -> TensorDict:
         frames = super()._processed(frames)
-        if self.hooks.post_collect is not None:
+        if self.hooks.post_collect is not None and self._trajectories is None:
             self.hooks.post_collect(frames)
         return frames
+
+    def _shaped(self, batch: Batch) -> TensorDict:
+        rows = super()._shaped(batch)
+        if self.hooks.post_collect is not None and self._trajectories is not None:
+            self.hooks.post_collect(rows[0])
+        return rows
 
     def zeros(self) -> TensorDict:
         """Return a batch of zeros, see :meth:`.SyncDataCollector.fake_tensordict`."""
@@ -194,10 +200,10 @@ class InProcess(Backend):
         slab.clear()
         counts = slab.num_frames, slab.num_steps
         header = Header(0, 0, 0, *counts, 0, (0, 0), wire_form=slab.wire_form)
-        frames = self._assembled(self.layout, [Rollout(header, slab.local_tensors())]).zero_()
+        frames = self._assembled(self.layout, [Rollout(header, slab.local_tensors())])
         if self.statistics is not None and not self.statistics.is_raw:
-            frames = self.statistics.normalized(frames).zero_()  # integers become floats
-        return self._format.processed(self._format.shaped(frames, self.layout))
+            frames = self.statistics.normalized(frames)  # integers become floats
+        return self._format.processed(self._format.shaped(frames, self.layout).zero_())
 
     # What the user asks for between two batches.
 
@@ -295,7 +301,7 @@ class InProcess(Backend):
         with self._paused(request.timeout_s):
             self.engine.weights.apply()
             try:
-                return self._evaluator.evaluate(request, self.engine.weights.version)
+                return self._evaluator.evaluate(request, self.engine.weights)
             except EnvError as error:
                 self._stats_recorder.evaluation_failed(error)
                 raise

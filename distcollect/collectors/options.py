@@ -338,7 +338,6 @@ class SyncOptions(CollectorOptions):
             TorchRL ``EnvBase`` or a PettingZoo ``ParallelEnv``; an env itself; or a list of
             these, one env each. A callable with a parameter named ``context`` gets an
             :class:`~distcollect.EnvContext`.
-        init_random_frames: this many frames at the start have random actions.
         reset_at_each_iter: start every batch with a reset of all envs.
         set_truncated: mark the last frame of each row truncated and done, unless the episode
             terminated there; with TorchRL's envs in any case.

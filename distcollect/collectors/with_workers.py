@@ -222,7 +222,7 @@ class WithWorkers(Backend):
         return cores
 
     @property
-    def ledger(self) -> LedgerReport:
+    def _ledger(self) -> LedgerReport:
         return self.pool.ledger
 
     def _snapshot(self, known: Stats) -> Stats:
@@ -244,7 +244,7 @@ class WithWorkers(Backend):
             states=states,
             processes=dict(self.workers.processes),
             ready=self.pool.num_ready,
-            ledger=self.pool.ledger,
+            ledger=self.ledger,
             evaluating=self._options.evaluating,
         )
 
@@ -390,7 +390,12 @@ class WithWorkers(Backend):
         return self._remote_calls.call(call, worker_ids)
 
     def evaluate(self, request: EvaluationRequest, worker_ids: WorkerIds) -> Evaluation:
-        return self._remote_calls.evaluate(request, worker_ids)
+        if not (request.with_weights and self._options.has_servers):
+            return self._remote_calls.evaluate(request, worker_ids)
+        # The workers have no weights.
+        found = self._remote_calls.evaluate(replace(request, with_weights=False), worker_ids)
+        weights = self.publisher.weights_of(int(found.policy_version.max()))
+        return replace(found, weights=weights)
 
     def resume(self, version: int, first_traj_id: int) -> None:
         timeout_s = self._options.fault_limits.batch_timeout_s

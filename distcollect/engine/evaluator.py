@@ -21,9 +21,9 @@ from distcollect.engine.env_recovery import taken_faults
 from distcollect.engine.plan import WorkerPlan
 from distcollect.errors import DeadlineError, EnvError
 from distcollect.policy.base import Exploration
-from distcollect.policy.live_weights import buffers_restored
+from distcollect.policy.live_weights import LiveWeights, buffers_restored
 from distcollect.policy.noise import without_noise
-from distcollect.policy.weight_layout import published
+from distcollect.policy.weight_layout import published, state_tensors
 from distcollect.results import EnvFault, Evaluation
 from distcollect.rollout.slabs import new_slab
 from distcollect.transport.worker_service import EvaluationRequest
@@ -68,12 +68,12 @@ class Evaluator:
         self._cancelled: set[int] = set()  # numbers of evaluations
         self._is_stopped = False
 
-    def evaluate(self, request: EvaluationRequest, version: int) -> Evaluation:
+    def evaluate(self, request: EvaluationRequest, live: LiveWeights) -> Evaluation:
         """Play whole episodes; every env plays about as many as any other.
 
         Args:
             request: how many, and how.
-            version: policy_version of the policy; an inference server may have a newer one.
+            live: the policy's weights; an inference server may have newer ones.
 
         Raises:
             DeadlineError: the episodes took longer, or are not wanted any more.
@@ -92,7 +92,7 @@ class Evaluator:
             own = published(self._plan.policy, self._plan.models)
             with random_state_restored(), buffers_restored(own):
                 engine = self._engine(exploration)
-                engine.weights.version = version
+                engine.weights.version = live.version
                 seed = request.seed
                 if seed is None:
                     seed = int(np.random.SeedSequence().generate_state(1)[0])
@@ -102,6 +102,11 @@ class Evaluator:
             error.num_env_faults = self._counter.env_faults - num_before
             error.env_faults = self._faults()
             raise
+        weights = None
+        if request.with_weights:
+            state = state_tensors(live.module)
+            names = [entry.names[0] for entry in live.layout.entries]
+            weights = {name: state[name].detach().to("cpu", copy=True) for name in names}
         returns, lengths, versions, values = zip(*episodes, strict=True)
         columns = zip(self._plan.metrics, zip(*values, strict=True), strict=True)
         return Evaluation(
@@ -112,6 +117,7 @@ class Evaluator:
             {name: torch.tensor(column, dtype=torch.float64) for name, column in columns},
             {self._worker_id: self._counter.env_faults - num_before},
             self._faults(),
+            weights,
         )
 
     def cancel(self, number: int) -> None:

@@ -47,8 +47,9 @@ class FiniteCheck:
 
 
 def _rewards(slab: Slab) -> Iterator[tuple[int, str]]:
-    for row, value in _not_finite(slab.reward):
-        yield row, f"the reward, as float32, is {value:g}"
+    for key, array in {("reward",): slab.reward, **slab.outcomes}.items():  # also those of agents
+        for row, value in _not_finite(array):
+            yield row, f"the {'.'.join(key)}, as float32, is {value:g}"
 
 
 def _not_finite(array: np.ndarray) -> list[tuple[int, float]]:

@@ -6,6 +6,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from inspect import getattr_static
 from typing import Any, cast
 
 import numpy as np
@@ -233,8 +234,13 @@ class VectorBatch(EnvBatch):
             array[has] = some
 
     def call(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        bare = self._env.unwrapped
+        bare = self._env
         with self._naming_env(name):
+            while isinstance(bare, VectorWrapper):
+                given, inherited = (getattr_static(of, name, None) for of in (bare, VectorWrapper))
+                if given is not inherited:
+                    return [called(getattr(bare, name), args, kwargs)]
+                bare = bare.env
             if isinstance(bare, SyncVectorEnv | AsyncVectorEnv):
                 return list(bare.call(name, *args, **kwargs))
             return [called(getattr(bare, name), args, kwargs)]

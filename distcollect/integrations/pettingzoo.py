@@ -13,6 +13,7 @@ from gymnasium import spaces
 from gymnasium.vector.utils import batch_space, iterate
 
 from distcollect.envs.base import OUTCOMES, Space
+from distcollect.envs.coercion import MisfitError, write
 from distcollect.envs.kinds import EnvKind
 from distcollect.errors import ArgumentError, EnvError, SpaceError
 from distcollect.rollout.spaces import Entries, flatten, leaves_of, unflatten
@@ -142,10 +143,13 @@ class PettingZooEnv(gym.Env[Tree, Tree]):
         for agent, terminated in terminations.items():
             if terminated or truncations[agent]:
                 self._ends[agent] = bool(terminated), bool(truncations[agent])
-        outcomes = {
-            group: {"reward": np.array([[rewards.get(agent, 0)] for agent in members], np.float32)}
-            for group, members in self.groups.items()
-        }
+        with np.errstate(over="ignore"):  # check_nan says more
+            outcomes = {
+                group: {
+                    "reward": np.array([[rewards.get(each, 0)] for each in members], np.float32)
+                }
+                for group, members in self.groups.items()
+            }
         over = not self.env.agents
         terminated = over and all(terminated for terminated, _ in self._ends.values())
         return (
@@ -166,12 +170,13 @@ class PettingZooEnv(gym.Env[Tree, Tree]):
                 if agent not in observations:
                     continue
                 for part, value in zip(parts, flatten(space, observations[agent]), strict=True):
-                    if np.shape(value) != part.shape[1:]:
+                    try:
+                        write(part[index, ...], value)
+                    except MisfitError as misfit:
                         raise EnvError(
-                            f"{self.env}: the observation of {agent!r} has a part of shape "
-                            f"{list(np.shape(value))}, its space says {list(part.shape[1:])}"
-                        )
-                    part[index] = value
+                            f"{self.env}: the observation of {agent!r} has a part {misfit}, its "
+                            f"space says {list(part.shape[1:])} and {part.dtype}"
+                        ) from None
             flags = np.array([self._ends.get(agent, (False, False)) for agent in members])
             tree[group] = {
                 **_entries(unflatten(space, iter(parts))),

@@ -215,8 +215,8 @@ class Policy(ABC):
     def try_out(self) -> Sequence[np.ndarray]:
         """Call the policy for the first time, to learn which extras it returns; its action.
 
-        The global random generators stay as they are, as users seed them before, and so do the
-        policy's buffers, such as running statistics.
+        The global random generators, which users seed before, and the policy's buffers stay as they
+        are.
         """
         with random_state_restored(), buffers_restored(self.module), self.exploring():
             return self()[0]

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from distcollect.policy.weight_layout import WeightLayout, device_of, state_tensors
 
@@ -189,6 +190,7 @@ def buffers_restored(module: nn.Module | None) -> Iterator[None]:
         (part, name, buffer, buffer.clone())
         for part in (() if module is None else module.modules())
         for name, buffer in part.named_buffers(recurse=False)
+        if not is_lazy(buffer)  # else it has no value yet
     ]
     try:
         yield

@@ -8,6 +8,7 @@ and a batch is normalised by these, on the trainer.
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
@@ -162,6 +163,7 @@ class Statistics:
         self._observations = [_Moments(leaf.shape) for leaf in normalizer.leaves]
         self._returns = _Moments(())
         self._moments = [*self._observations, self._returns]
+        self._before: list[_Moments] = []  # of the batch that was taken and is not settled yet
         # By worker_id and env: the last trajectory's id, and its discounted return so far.
         self._unfinished: dict[int, dict[int, tuple[int, float]]] = {}
         self._oldest: dict[int, int] = {}  # by worker_id: no older version can come
@@ -193,6 +195,7 @@ class Statistics:
         worker_ids = [*self.worker_ids()]
         real = frames[TRAJ_IDS] >= 0
         with self._lock:
+            self._before = [copy.copy(each) for each in self._moments]
             for leaf, moments in zip(self.normalizer.leaves, self._observations, strict=True):
                 samples = frames[leaf.key]
                 moments.add(samples.flatten(0, real.ndim - 1) if real.all() else samples[real])
@@ -209,6 +212,14 @@ class Statistics:
             first = self.first_versions()
             frozen = self._frozen.items()
             self._frozen = {v: each for v, each in frozen if v >= oldest or v in first}
+
+    def settle(self, *, is_lost: bool) -> None:
+        """The batch that was taken last is the user's, or is lost: then its frames don't count."""
+        with self._lock:
+            if is_lost:
+                for moments, before in zip(self._moments, self._before, strict=False):
+                    vars(moments).update(vars(before))
+            self._before = []
 
     def _normalize(self, frames: TensorDict, real: torch.Tensor) -> None:
         """Normalise each observation by the statistics that its frame's policy acted with."""
@@ -342,8 +353,9 @@ class _Moments:
             return
         squares = (samples - mean).square_().sum(0).cpu()
         delta, total = mean.cpu() - self._mean, self.count + num
-        self._mean += delta * (num / total)
-        self._squares += squares + delta.square() * (self.count * num / total)
+        # Never in place: a copy of this object has the same tensors.
+        self._mean = self._mean + delta * (num / total)
+        self._squares = self._squares + squares + delta.square() * (self.count * num / total)
         self.count = total
 
     def frozen(self, epsilon: float) -> torch.Tensor:

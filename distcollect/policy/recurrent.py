@@ -12,14 +12,13 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModuleBase
-from torch import nn
 
 from distcollect.common.random_state import random_state_restored
 from distcollect.errors import PolicyError
 from distcollect.policy.calling import Tensors, parameters_of, to_tensor
 from distcollect.policy.live_weights import buffers_restored
 from distcollect.policy.splitmix import SplitMixStreams
-from distcollect.policy.weight_layout import has_lazy_weights
+from distcollect.policy.weight_layout import module_of
 from distcollect.rollout.spaces import RESERVED, Arrays, Key, Leaf, as_key, nested, overlaps
 
 IS_INIT = Leaf(("is_init",), (1,), torch.bool)
@@ -231,9 +230,8 @@ def _zero_state(
     some = next(iter(inputs.values()))
     first = {IS_INIT.key: torch.ones(len(some), 1, dtype=torch.bool), **inputs}
     td = TensorDict(nested(first), batch_size=[len(some)], device=some.device)
-    module = policy if isinstance(policy, nn.Module) and not has_lazy_weights(policy) else None
     try:
-        with random_state_restored(), buffers_restored(module), context:
+        with random_state_restored(), buffers_restored(module_of(policy)), context:
             written = policy(td)
         state = {key: written["next"][key] for key in carried}
         state |= {key: written[key] for key in at_root if key in written.keys(True, True)}

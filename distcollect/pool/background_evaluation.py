@@ -45,6 +45,7 @@ class Evaluators:
         self._newest: dict[int, int] = {}  # worker_id to the version that it has
         self._busy: dict[int, int] = {}  # worker_id to the version that it evaluates
         self._resumed = 0, 0  # the version that the run was resumed with, and its number since
+        self._parts: dict[int, list[Evaluation]] = {}  # of versions that others evaluate as well
 
     def has_weights(self, worker_id: int, version: int) -> None:
         """A worker has new weights, or has joined with its first ones."""
@@ -61,7 +62,8 @@ class Evaluators:
             self._busy[worker_id] = version
         # Not under the lock: this takes the pool's lock. Once the run has ended, nothing is called.
         with contextlib.suppress(DistCollectError):
-            answer = self._pool.call(worker_id, WorkerService.evaluate, self._request)
+            request = replace(self._request, with_weights=bool(self._stats_recorder.best))
+            answer = self._pool.call(worker_id, WorkerService.evaluate, request)
             answer.add_done_callback(lambda answer: self._done(worker_id, answer))
 
     def resumed(self, before: int, version: int) -> None:
@@ -89,8 +91,12 @@ class Evaluators:
                 # Newer weights may have reached the worker before it began.
                 evaluated = int(answer.result().policy_version[0])
                 if (result := self._renumbered(answer.result())) is not None:
-                    self.results.append(result)
-                    self._stats_recorder.evaluated(result)
+                    self.results.append(replace(result, weights=None))
+                    self._parts.setdefault(evaluated, []).append(result)
+            # Once no other worker plays this version, or has it to play next.
+            awaited = {*self._busy.values(), *(self._newest[w] for w in self._busy)}
+            for version in self._parts.keys() - awaited:
+                self._stats_recorder.evaluated(Evaluation.joined(self._parts.pop(version)))
         if isinstance(error, EnvError):
             self._stats_recorder.evaluation_failed(error)
         if isinstance(error, WorkerLost):

@@ -76,6 +76,7 @@ class Publisher:
         self._complete = complete
         self._freeze = freeze
         self._lock = threading.Lock()  # while a version is frozen, and not yet counted
+        self._last: tuple[int, torch.Tensor] | None = None  # version, and what was published
 
     def publish(
         self, source: Weights | None, worker_ids: WorkerIds, last: Sequence[int] = ()
@@ -149,8 +150,16 @@ class Publisher:
             self._freeze(self._pool.version + 1)
             flat = self._snapshot(weights, device)
             handle = self._pool.push(flat, selected, apart=apart)
+            self._last = handle.version, flat
         self._updater._call_post_hooks()  # noqa: SLF001 - the name that TorchRL has
         return handle
+
+    def weights_of(self, version: int) -> dict[str, torch.Tensor] | None:
+        """The weights of the newest version, by name; None if ``version`` is another one."""
+        if self._last is None or self._last[0] != version:
+            return None
+        names = [entry.names[0] for entry in self._layout.entries]
+        return dict(zip(names, self._layout.views(self._last[1]), strict=True))
 
     def _source(self, given: Weights | None, own: Any) -> Weights:
         """What is published: what the user gave, else what a server has, else the own module.

@@ -126,6 +126,7 @@ class RemoteCalls:
                             num_episodes=share,
                             version=has.get(w, 0),
                             timeout_s=limit_s,
+                            with_weights=request.with_weights and w == selected[0],
                         )
                         if request.seed is not None:
                             seed = env_seed(request.seed, first + w, stream=Stream.EVALUATION)

@@ -193,8 +193,11 @@ class TreeSlab(FrameSlab):
             raise self._error(leaf, values) from error
         stacked = stacked.reshape(shape).cpu()
         converted = stacked.to(leaf.dtype)
-        if not torch.can_cast(stacked.dtype, leaf.dtype) and (converted != stacked).any():
-            raise self._error(leaf, values)
+        if stacked.dtype is not leaf.dtype:
+            may_round = torch.can_cast(stacked.dtype, leaf.dtype)
+            lost = converted.isinf() & stacked.isfinite() if may_round else converted != stacked
+            if lost.any():
+                raise self._error(leaf, values)
         return converted
 
     def _error(self, leaf: Leaf, values: Sequence[torch.Tensor]) -> ValueError:

@@ -75,7 +75,12 @@ class _Mark(NamedTuple):
 
 
 class StatsRecorder:
-    """Records what a collector does; every method may be called from any thread."""
+    """Records what a collector does; every method may be called from any thread.
+
+    Attributes:
+        best: for "return" and each metric of which somebody asks: its highest mean of those
+            evaluations that answered their weights, and these weights.
+    """
 
     def __init__(
         self,
@@ -112,6 +117,7 @@ class StatsRecorder:
         self._metrics = self._new_tally().metrics
         self._faults: deque[EnvFault] = deque(maxlen=_RECENT_FAULTS)
         self._evaluation = EvaluationStats()
+        self.best: dict[str, tuple[float, Mapping[str, torch.Tensor]]] = {}
         self._evaluated_at = 0
         self._logged: dict[str, float] = {}
         self._num_asked = 0
@@ -216,6 +222,10 @@ class StatsRecorder:
             summary = evaluation.summary()
             if summary.policy_version >= self._evaluation.policy_version:
                 self._evaluation, self._evaluated_at = summary, self._clock()
+            if evaluation.weights is not None:
+                for name, best in self.best.items():
+                    if (value := summary.mean_of(name)) > best[0] and math.isfinite(value):
+                        self.best[name] = value, evaluation.weights
         self._on_evaluation(summary)
 
     def evaluation_failed(self, error: EnvError) -> None:

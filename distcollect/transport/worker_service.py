@@ -71,6 +71,7 @@ class EvaluationRequest:
         seed: of envs and actions; None: a random one.
         timeout_s: seconds for all episodes.
         version: no older policy_version plays, if an inference server computes the actions.
+        with_weights: answer the weights too.
         number: of the evaluation, the same for all workers that share its episodes.
     """
 
@@ -79,6 +80,7 @@ class EvaluationRequest:
     seed: int | None
     timeout_s: float
     version: int = 0
+    with_weights: bool = False
     number: int = field(default_factory=itertools.count().__next__)
 
 

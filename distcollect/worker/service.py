@@ -424,7 +424,7 @@ class Worker(WorkerService):
             self._link.expect(request.version)
         try:
             with self.counter.doing(Task.EVALUATE, request.timeout_s):
-                return evaluator.evaluate(request, engine.weights.version)
+                return evaluator.evaluate(request, engine.weights)
         except Stopped:
             raise WorkerLost("was told to end") from None
         finally:

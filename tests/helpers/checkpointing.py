@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
+import numpy as np
 import torch
 from helpers.policies import ShownWeight
+from torch import nn
 
 import distcollect as dc
 
@@ -50,3 +53,25 @@ def check_goes_on_where_it_was(tmp_path: Path, kind: Any) -> None:
         batch = collector.next()
         assert (batch["weight"] == policy.weight.item()).all()
         assert (batch["collector", "policy_version"] == version + 1).all()
+
+
+class Echo(gym.Env[Any, Any]):
+    """One step long; its return is the action."""
+
+    observation_space = gym.spaces.Box(0.0, 1.0, (1,))
+    action_space = gym.spaces.Box(-10.0, 10.0, (1,))
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        return np.zeros(1, np.float32), float(action[0]), True, False, {}
+
+
+class Constant(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = nn.Parameter(torch.zeros(1))
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        return self.value.expand(len(observation), 1)

@@ -1,7 +1,7 @@
 """Judge: pairs of arguments, each with each kind of replay buffer.
 
 A pair either is refused before anything starts, or the run has exactly its frames: each that was
-stepped reaches the user or the buffer once, or is among what is lost, masked or abandoned. Batches
+stepped reaches the user or the buffer once, or is among what is lost or masked. Batches
 of a single frame, and those that are masked as a whole, included. Numbers may be scalars of numpy
 or torch, and each state survives JSON and a file. From docs/semantics.md and docs/training.md.
 """
@@ -97,7 +97,6 @@ def check_run(make: Callable[..., Any], log: Path, kind: str, given: dict[str, A
                 received += steps_of(batch)
             if "staleness" in given:
                 collector.update_policy_weights_()
-        abandoned = collector.abandoned_frames
     if buffer is not None:
         received = [step for data in stored(buffer) for step in steps_of(data)]
     stepped = [tuple(map(int, line.split())) for line in log.read_text().splitlines()]
@@ -107,11 +106,8 @@ def check_run(make: Callable[..., Any], log: Path, kind: str, given: dict[str, A
     stale = sum(getattr(collector, "stale_frames", {}).values())
     if given.get("staleness") == dc.Staleness(0, mode="drop"):
         stale = 0  # these are among the lost
-    kept = len(received) + lost + stale + abandoned
-    if given.get("trajs_per_batch") is None:
-        assert kept == len(stepped), (given, len(received), lost, stale, abandoned, len(stepped))
-    else:
-        assert kept <= len(stepped)  # the last trajectories are unfinished
+    kept = len(received) + lost + stale
+    assert kept == len(stepped), (given, len(received), lost, stale, len(stepped))
     return "collected"
 
 

@@ -273,6 +273,36 @@ def test_a_buffer_gets_no_padding_whatever_postproc_leaves_out(
     assert (frames["next", "reward"] > 0).all(), "padding has no rewards"
 
 
+@pytest.mark.parametrize("kind", [dc.SyncDataCollector, dc.MultiSyncDataCollector])
+def test_the_ledger_knows_of_frames_that_nobody_has_yet(kind: Any) -> None:
+    """With whole trajectories, a frame is delivered when its trajectory is."""
+
+    def count(batch: TensorDict) -> int:
+        return int(batch["collector", "mask"].sum())
+
+    with make(kind, Maker(3, 99), num_envs=2, trajs_per_batch=1) as collector:
+        numbers = [count(collector.next())]
+        stats, total = collector.stats(), collector.ledger.total
+        assert total.delivered == stats.delivered == sum(numbers) == 3
+        assert (total.open, total.lost) == (total.stepped - 3, {})
+        numbers.append(count(collector.next()))
+    total, workers = collector.ledger.total, collector.ledger.workers.values()
+    assert (total.delivered, total.open) == (sum(numbers), 0)
+    assert total.lost["unfinished"] == collector.abandoned_frames > 0
+    assert total.stepped == total.delivered + sum(total.lost.values())
+    assert sum(each.delivered for each in workers) == total.delivered
+
+
+def test_trajectories_that_a_thread_has_begun_are_not_open_after_the_end() -> None:
+    buffer = KeepingBuffer()
+    kind = {"trajs_per_batch": 1, "replay_buffer": buffer}
+    with make(dc.SyncDataCollector, Maker(3, 9999), num_envs=1, **kind) as collector:
+        collector.start()
+        eventually(lambda: collector.frames > 10 * T)
+    total = collector.ledger.total
+    assert (total.delivered, total.open) == (3, 0)
+
+
 def test_whole_trajectories_without_padding() -> None:
     kind = {"trajs_per_batch": 2, "total_frames": 4 * T, "traj_format": "cat"}
     with make(dc.SyncDataCollector, Maker(3), num_envs=1, **kind) as collector:

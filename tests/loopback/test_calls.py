@@ -198,6 +198,18 @@ class TestEvaluationWorkers:
             eventually(lambda: collector.evaluations)
             assert collector.evaluations[0].policy_version.tolist() == [3]
 
+    def test_episodes_of_one_version_are_one_evaluation(self) -> None:
+        evaluation = dc.EvaluationWorkers(num_workers=2, num_episodes=2)
+        settings = {"frames_per_batch": T, "num_workers": 3, "evaluation": evaluation}
+        with loopback_collector(WaitsAtLast, Acts(1), **settings) as collector:
+            eventually(lambda: len(collector.evaluations) == 1)
+            assert collector.stats().evaluation.count == 0
+            WaitsAtLast.may_end.set()
+            eventually(lambda: collector.stats().evaluation.count)
+            stats = collector.stats()
+            assert (stats.evaluation.count, len(collector.evaluations)) == (4, 2)
+            assert [each.num_evaluated for each in stats.workers.values()] == [0, 2, 2]
+
     def test_the_end_of_a_run_closes_their_envs(self, caplog: pytest.LogCaptureFixture) -> None:
         """In the midst of an evaluation, between two steps; nothing is said of it."""
         caplog.set_level(logging.WARNING)
@@ -234,6 +246,20 @@ class Waits(Levels):
             self.has_begun.set()
             assert self.may_end.wait(10)
         return super().step(action)
+
+
+class WaitsAtLast(Waits):
+    """Which of two evaluation workers is the first, is not known before."""
+
+    may_end = threading.Event()
+    firsts: ClassVar[list[str]] = []
+
+    def step(self, action: Any) -> Any:
+        worker = self.name[0]
+        if worker != "0":
+            self.firsts.append(worker)
+            assert self.firsts[0] == worker or self.may_end.wait(10)
+        return Levels.step(self, action)
 
 
 class WaitsOnceMore(Waits):

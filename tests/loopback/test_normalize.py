@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import sys
 import time
@@ -133,9 +134,20 @@ PREEMPTING = partial(SYNC, preemptive_threshold=0.5)
 
 @pytest.mark.parametrize("make", [IN_PROCESS, SYNC, ASYNC, PREEMPTING])
 def test_the_statistics_are_those_of_all_delivered_frames(make: Any) -> None:
+    """Not those of frames that were given up."""
     reference, policy = Reference(), Seeing()
-    with collector(make, SecondIsSlow, policy, record="raw") as tested:
-        for _ in range(4):
+    refusals = itertools.cycle([False, True, True])
+
+    def postproc(batch: TensorDict) -> TensorDict:
+        if next(refusals):
+            raise ValueError("not this one")
+        return batch
+
+    with collector(make, SecondIsSlow, policy, record="raw", postproc=postproc) as tested:
+        for index in range(4):
+            for _ in range(2 * (index > 0)):
+                with pytest.raises(ValueError, match="not this one"):
+                    tested.next()
             batch = tested.next()
             assert (make is PREEMPTING) == (batch["collector", "traj_ids"] < 0).any()
             reference.add(batch)

@@ -165,6 +165,24 @@ def test_frames_name_what_ended_their_rollout(error: type[BaseException], cause:
     assert 0 < num_frames < T
 
 
+def test_a_hook_gets_each_rollout_where_batches_are_of_trajectories() -> None:
+    shapes: list[Any] = []
+
+    def hook(rollout: TensorDict) -> None:
+        shapes.append(rollout.shape)
+        if len(shapes) == 3:
+            raise ValueError("of the hook")
+
+    settings = {"trajs_per_batch": 2 * T, "post_collect_hook": hook}
+    with make("in process", **settings) as collector:
+        with pytest.raises(ValueError, match="of the hook"):
+            collector.next()
+        assert shapes == [(T,)] * 3
+        assert collector.stats().lost == {"given_up": T}
+        collector.next()
+    assert len(shapes) == collector.frames // T + 1
+
+
 @pytest.mark.parametrize("name", ["postproc", "pre_collect_hook", "post_collect_hook", "buffer"])
 def test_a_batch_within_a_batch_is_refused(name: str) -> None:
     """Taking one within a hook counted frames as lost that were delivered."""

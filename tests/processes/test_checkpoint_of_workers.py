@@ -8,13 +8,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from helpers.checkpointing import check_goes_on_where_it_was
+from helpers.checkpointing import Constant, Echo, check_goes_on_where_it_was
 from helpers.marked import Marked
 from helpers.paths import SCRIPTS
 from helpers.programs import run_python
+from helpers.waiting import eventually
 
 import distcollect as dc
 from distcollect.common import signals
@@ -135,3 +137,49 @@ def test_two_runs_can_not_use_one_path(tmp_path: Path, monkeypatch: pytest.Monke
         other.kill()
     checkpoint.save()
     assert dc.Checkpoint(path, progress={}).load(), "this process has it already"
+
+
+def test_the_best_has_the_weights_that_an_inference_server_had(tmp_path: Path) -> None:
+    policy = Constant()
+    with dc.MultiSyncDataCollector(
+        Echo, policy, frames_per_batch=4, num_workers=1, inference=dc.Inference("host")
+    ) as collector:
+        checkpoint = dc.Checkpoint(
+            tmp_path / "c.pt", best="return", policy=policy, collector=collector
+        )
+        for value in (1.0, 5.0, 3.0):
+            torch.nn.init.constant_(policy.value, value)
+            collector.evaluate(1)
+            checkpoint.step()
+            collector.update_policy_weights_(policy)
+    saved = torch.load(checkpoint.best_path, weights_only=True)
+    assert saved["best"] == ("return", (True, 5.0))
+    assert saved["parts"]["policy"]["value"].item() == 5.0
+
+
+@pytest.mark.parametrize("has_factory", [False, True])
+def test_the_best_has_the_weights_that_a_worker_evaluated(
+    tmp_path: Path, has_factory: bool
+) -> None:
+    """Also if the best was followed by another evaluation, and if only the user has the policy."""
+    policy = Constant()
+    kwargs: dict[str, Any] = {"policy_factory": Constant} if has_factory else {"policy": policy}
+    with dc.MultiSyncDataCollector(
+        Echo,
+        **kwargs,
+        frames_per_batch=4,
+        num_workers=2,
+        evaluation=dc.EvaluationWorkers(num_workers=1, num_episodes=1),
+    ) as collector:
+        checkpoint = dc.Checkpoint(
+            tmp_path / "c.pt", best="return", policy=policy, collector=collector
+        )
+        for value in (1.0, 5.0, 3.0):
+            torch.nn.init.constant_(policy.value, value)
+            collector.update_policy_weights_(policy)
+            eventually(lambda value=value: collector.stats().evaluation.mean_return == value)
+        torch.nn.init.constant_(policy.value, 9.0)
+        assert checkpoint.step()
+    saved = torch.load(checkpoint.best_path, weights_only=True)
+    assert saved["best"] == ("return", (True, 5.0))
+    assert saved["parts"]["policy"]["value"].item() == 5.0

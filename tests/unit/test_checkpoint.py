@@ -12,11 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from helpers.checkpointing import check_goes_on_where_it_was
+from helpers.checkpointing import Constant, Echo, check_goes_on_where_it_was
 from torch import nn
 
 import distcollect as dc
@@ -100,28 +99,6 @@ def test_tensors_in_a_dict_are_loaded_in_place(tmp_path: Path) -> None:
     assert alpha.requires_grad
     assert list(part) == ["alpha", "mean", "new"]
     assert torch.equal(part["mean"], torch.ones(3))
-
-
-class Echo(gym.Env[Any, Any]):
-    """One step long; its return is the action."""
-
-    observation_space = gym.spaces.Box(0.0, 1.0, (1,))
-    action_space = gym.spaces.Box(-10.0, 10.0, (1,))
-
-    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-        return np.zeros(1, np.float32), {}
-
-    def step(self, action: Any) -> Any:
-        return np.zeros(1, np.float32), float(action[0]), True, False, {}
-
-
-class Constant(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.value = nn.Parameter(torch.zeros(1))
-
-    def forward(self, observation: torch.Tensor) -> torch.Tensor:
-        return self.value.expand(len(observation), 1)
 
 
 def test_the_last_files_and_the_best_are_kept(
@@ -210,6 +187,28 @@ def test_one_episode_after_a_restart_is_not_better_than_a_hundred(tmp_path: Path
                 saved = torch.load(checkpoint.best_path, weights_only=True)
                 found.append(saved["parts"]["policy"]["value"].item())
     assert found == [1.0, 1.0, 2.0]
+
+
+def test_the_best_has_the_weights_that_were_evaluated(tmp_path: Path) -> None:
+    """Not those of the step that saves it, before which the policy has learned."""
+    policy = Constant()
+    net, progress = nn.ModuleDict({"actor": policy, "critic": nn.Linear(1, 1)}), {"value": 0}
+    with dc.SyncDataCollector(Echo, policy, frames_per_batch=4) as collector:
+        parts = {"net": net, "progress": progress, "collector": collector}
+        checkpoint = dc.Checkpoint(tmp_path / "c.pt", best="return", **parts)
+        for value in (1, 3, 2):
+            nn.init.constant_(policy.value, value)
+            progress["value"] = value
+            checkpoint.step()
+            collector.update_policy_weights_(policy)
+            assert collector.evaluate(1).weights is None
+    with dc.SyncDataCollector(Echo, policy, frames_per_batch=4) as collector:
+        parts["collector"] = collector
+        checkpoint = dc.Checkpoint(tmp_path / "c.pt", **parts)
+        assert checkpoint.load(checkpoint.best_path)
+        assert (policy.value.item(), progress["value"]) == (3.0, 2)
+    saved = torch.load(checkpoint.path, weights_only=True)["parts"]
+    assert saved["net"]["actor.value"].item() == 2.0
 
 
 def test_files_that_another_one_wrote_stay(tmp_path: Path) -> None:

@@ -105,6 +105,46 @@ def test_an_env_whose_agents_take_turns_is_refused_by_the_name_of_its_conversion
         dc.SyncDataCollector(pettingzoo.AECEnv, frames_per_batch=20)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "value", "misfit"),
+    [
+        (np.uint8, np.array([300, 1]), "value 300, which uint8 can't hold"),
+        (np.uint8, np.array([-1, 1]), "value -1, which uint8 can't hold"),
+        (np.int64, np.array([0.7, 1.0]), r"shape \[2\] and dtype float64, .* \[2\] and int64"),
+        (np.float32, np.array([1e39, 1.0]), r"value 1e\+39, which float32 can't hold"),
+        (np.float32, np.zeros(3), r"shape \[3\] and dtype float64, .* \[2\] and float32"),
+    ],
+)
+def test_observations_that_their_space_can_not_hold(dtype: Any, value: Any, misfit: str) -> None:
+    class Odd(Lives):
+        def _see(self) -> dict[str, Any]:
+            return dict.fromkeys(self.agents, value if self.count else np.zeros(2, dtype))
+
+    maker = partial(Odd, spaces.Box(0, 100, (2,), dtype))
+    faults = dc.Faults(max_env_faults=0)
+    with (
+        pytest.raises(dc.EnvError, match=f"observation of 'ant_0' has a part .*{misfit}"),
+        dc.SyncDataCollector(maker, frames_per_batch=4, faults=faults) as collector,
+    ):
+        collector.next()
+
+
+def test_rewards_of_agents_that_are_not_finite() -> None:
+    """Also where their sum is."""
+
+    class Rich(Lives):
+        def step(self, actions: dict[str, Any]) -> Any:
+            seen, _, *rest = super().step(actions)
+            return seen, {"ant_0": 1e39, "ant_1": -1e39, "bee": 1.0}, *rest
+
+    faults = dc.Faults(max_env_faults=0)
+    with (
+        pytest.raises(dc.EnvError, match=r"the ant\.reward, as float32, is inf"),
+        dc.SyncDataCollector(Rich, frames_per_batch=4, faults=faults) as collector,
+    ):
+        collector.next()
+
+
 def test_normalize_is_refused() -> None:
     with pytest.raises(dc.ArgumentError, match="Gymnasium envs of one agent"):
         dc.SyncDataCollector(Lives, frames_per_batch=20, normalize=dc.Normalize())

@@ -28,6 +28,7 @@ from tensordict.nn import (
     InteractionType,
     ProbabilisticTensorDictModule,
     TensorDictModule,
+    TensorDictModuleBase,
     TensorDictSequential,
 )
 from torch import distributions as d
@@ -347,3 +348,44 @@ def test_what_a_tensordict_policy_lacks() -> None:
     module.initial_state = lambda num_envs: {"g": torch.zeros(num_envs)}
     with pytest.raises(PolicyError, match=r"reads 'h' .* no such entry"):
         engine_of(module)
+
+
+class Seen(nn.Module):
+    """Counts in a buffer the rows that it was called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rows", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, observation: Any, before: Any = None) -> Any:
+        self.rows += len(observation)
+        action = torch.zeros(len(observation), dtype=torch.int64)
+        return action if before is None else (action, before + 1)
+
+
+class SeenWithState(TensorDictModuleBase):
+    """The same; it carries a state, whose first value its environment does not know."""
+
+    in_keys: Any = ["observation", "age"]  # noqa: RUF012 - tensordict's own form
+    out_keys: Any = ["action", ("next", "age")]  # noqa: RUF012
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = Seen()
+
+    def forward(self, td: Any) -> Any:
+        age = td.get("age", torch.zeros(len(td["observation"])))
+        td["action"], td["next", "age"] = self.seen(td["observation"], age)
+        return td
+
+
+@pytest.mark.parametrize("policy", [Seen(), SeenWithState()])
+def test_buffers_have_seen_nothing_but_the_frames(policy: Any) -> None:
+    """Not what the policy is tried with when the collector is made."""
+    [rows] = policy.buffers()
+    with dc.SyncDataCollector(
+        "CartPole-v1", policy, frames_per_batch=10, envs_per_worker=2
+    ) as collector:
+        assert rows == 0
+        collector.next()
+        assert rows == 10

@@ -14,8 +14,8 @@ from helpers.paths import ROOT
 
 PACKAGE = ROOT / "distcollect"
 LONGEST_MODULE = 450
-LIMITS = {PACKAGE: 29_765, PACKAGE / "commands": 2_028, ROOT / "tests": 38_549}
-LIMITS |= {PACKAGE / "net": 1_416, PACKAGE / "transport": 1_212}
+LIMITS = {PACKAGE: 29_900, PACKAGE / "commands": 2_028, ROOT / "tests": 38_779}
+LIMITS |= {PACKAGE / "net": 1_416, PACKAGE / "transport": 1_213}
 
 
 def code_lines(path: Path) -> int:

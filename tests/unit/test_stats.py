@@ -241,7 +241,8 @@ def test_remaining_time() -> None:
     assert Stats(frames=100, frames_per_s=10).remaining_s is None
     assert Stats(frames=100, total_frames=400).remaining_s is None
     # Half of each 40 frames are padding, and 200 belong to an earlier run.
-    half = Stats(frames=240, resumed_frames=200, total_frames=400, delivered=20, frames_per_s=10)
+    lag, known = Lags({0: 15, 1: 5}), {"resumed_frames": 200, "total_frames": 400}
+    half = Stats(frames=240, lag=lag, frames_per_s=10, **known)
     assert half.remaining_s == 160 / 20
 
 

@@ -266,9 +266,8 @@ def test_what_a_policy_of_torchrl_takes_of_its_distribution(zoo: Any) -> None:
 
 @pytest.mark.parametrize("batch_size", [(), (3,)])
 def test_a_fake_batch(zoo: Any, batch_size: tuple[int, ...]) -> None:
-    with dc.SyncDataCollector(
-        zoo.Counter(batch_size=batch_size), frames_per_batch=12, track_policy_version=True
-    ) as collector:
+    settings: Any = {"frames_per_batch": 12, "track_policy_version": True, "set_truncated": True}
+    with dc.SyncDataCollector(zoo.Counter(batch_size=batch_size), **settings) as collector:
         fake, batch = collector.fake_tensordict(), collector.next()
         assert fake.batch_size == batch.batch_size
         assert fake.names == batch.names
@@ -278,11 +277,12 @@ def test_a_fake_batch(zoo: Any, batch_size: tuple[int, ...]) -> None:
             assert not fake[key].any()
         assert keys(fake) == keys(batch)
         assert collector.frames == 12
-    with (
-        dc.SyncDataCollector(zoo.Counter(), frames_per_batch=4, trajs_per_batch=1) as collector,
-        pytest.raises(dc.CollectorStateError, match="no fixed shape"),
-    ):
-        collector.fake_tensordict()
+    for settings in ({"trajs_per_batch": 1}, {"split_trajs": True}):
+        with (
+            dc.SyncDataCollector(zoo.Counter(), frames_per_batch=4, **settings) as collector,
+            pytest.raises(dc.CollectorStateError, match="no fixed shape"),
+        ):
+            collector.fake_tensordict()
 
 
 def test_a_state_has_the_weights_of_the_policy(zoo: Any) -> None:
@@ -317,3 +317,12 @@ def test_lazy_modules_get_their_shapes_before_the_first_step(kind: str) -> None:
         for name, weight in net.state_dict().items():
             assert torch.equal(weight, before[name])
         net(batch.clone())["value"].sum().backward()  # they are no inference tensors
+
+
+def test_buffers_have_seen_nothing_but_the_frames(zoo: Any) -> None:
+    norm = nn.BatchNorm1d(3)
+    policy = Mod(nn.Sequential(norm, nn.Linear(3, 1)), ["observation"], ["action"])
+    with dc.SyncDataCollector(zoo.Counter(batch_size=(2,)), policy, frames_per_batch=8) as found:
+        assert norm.num_batches_tracked == 0
+        found.next()
+        assert norm.num_batches_tracked == 4

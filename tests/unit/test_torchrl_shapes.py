@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -101,6 +102,21 @@ def test_what_a_policy_writes_is_missing_in_random_frames(zoo: Any) -> None:
     assert [batch["next", "more"].sum().item() for batch in batches] == [0, 0, 3, 3]
     assert [batch["logits"].sum().item() for batch in batches] == [0, 0, 6, 6]
     assert [batch["late"].flatten().tolist() for batch in batches] == 4 * [[0, 1, 2]]
+
+
+@pytest.mark.parametrize("size", [1e38, 1e39, math.inf])
+def test_a_number_that_would_become_infinite(zoo: Any, size: float) -> None:
+    class Large(zoo.Counter):  # type: ignore[misc]
+        def _step(self, tensordict: Any) -> Any:
+            reward = torch.full((1,), size, dtype=torch.float64)
+            return super()._step(tensordict).set("reward", reward)
+
+    with dc.SyncDataCollector(Large, frames_per_batch=4, check_nan=False) as collector:
+        if size == 1e39:
+            with pytest.raises(dc.EnvError, match="'reward' has values of float64 that can't be"):
+                collector.next()
+        else:
+            assert collector.next()["next", "reward"].eq(torch.tensor(size)).all()
 
 
 @pytest.mark.parametrize("batch_size", [(), (2,)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import gymnasium as gym
@@ -147,3 +148,36 @@ def test_ends_of_episodes_are_no_faults(converts_first: bool, longest: int | Non
         following = batch["observation"][:, 1:, 0]
         assert (following[~goes_on] == 0).all()
         assert (following == batch["observation"][:, :-1, 0] + 1)[goes_on].all()
+
+
+class Scales(VectorWrapper):
+    scale: Any = 1.0
+
+    def set_scale(self, scale: float) -> str:
+        self.scale = scale
+        return "wrapper"
+
+
+class Scaled(SyncVectorEnv):
+    """Its envs have the method too."""
+
+    class Env(Row):
+        def set_scale(self, scale: float) -> str:
+            return f"env {self._length}"
+
+    def __init__(self) -> None:
+        super().__init__([partial(self.Env, length) for length in LENGTHS])
+
+
+def test_calls_reach_the_outermost_that_has_the_name() -> None:
+    """As in wrappers of single envs."""
+    with dc.SyncDataCollector(
+        lambda: vector_wrappers.RecordEpisodeStatistics(Scales(Scaled())), frames_per_batch=30
+    ) as collector:
+        collector.next()
+        assert collector.call("set_scale", 3.0) == {0: ["wrapper"]}
+        assert collector.call("scale") == {0: [3.0]}
+        assert collector.call("episode_count")[0][0] > 0
+        assert collector.call("_length") == {0: [*LENGTHS]}
+    with dc.SyncDataCollector(Scaled, frames_per_batch=30) as collector:
+        assert collector.call("set_scale", 3.0) == {0: ["env 3", "env 5", "env 4"]}

@@ -157,7 +157,7 @@ class TensorDictPolicy:
     def try_out(self, td: TensorDictBase) -> TensorDictBase:
         """Call the policy for the first time, with a copy of ``td``.
 
-        The global random generators stay as they are, and so do the policy's buffers.
+        The global random generators and the policy's buffers stay as they are.
 
         Returns:
             The copy, with the outputs.
