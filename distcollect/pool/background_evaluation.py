@@ -86,17 +86,19 @@ class Evaluators:
         with self._lock:
             evaluated = self._busy.pop(worker_id)
             newest = self._newest[worker_id]
-            error = answer.exception()
+            error, result = answer.exception(), None
             if error is None:
                 # Newer weights may have reached the worker before it began.
                 evaluated = int(answer.result().policy_version[0])
-                if (result := self._renumbered(answer.result())) is not None:
-                    self.results.append(replace(result, weights=None))
-                    self._parts.setdefault(evaluated, []).append(result)
+                result = self._renumbered(answer.result())
+            if result is not None:
+                self._parts.setdefault(evaluated, []).append(result)
             # Once no other worker plays this version, or has it to play next.
             awaited = {*self._busy.values(), *(self._newest[w] for w in self._busy)}
             for version in self._parts.keys() - awaited:
                 self._stats_recorder.evaluated(Evaluation.joined(self._parts.pop(version)))
+            if result is not None:
+                self.results.append(replace(result, weights=None))
         if isinstance(error, EnvError):
             self._stats_recorder.evaluation_failed(error)
         if isinstance(error, WorkerLost):
