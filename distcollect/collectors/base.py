@@ -119,6 +119,7 @@ class DataCollectorBase(ABC):
         Raises:
             ArgumentError: a file or a port of the ``monitor`` can't be opened.
         """
+        signals.forget_last_error()  # a cell that is run again closes what it opened before
         self._options = options
         self._owner = Owner()
         self._is_shut_down = self._is_released = False

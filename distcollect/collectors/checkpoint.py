@@ -77,7 +77,11 @@ class Checkpoint:
     away or its time is up, and torchrun sends SIGTERM to its ranks when it is ended itself. Then
     the next :meth:`step`, or the collector if it is waiting for frames, saves and ends the process:
     collectors are shut down as by Ctrl-C, and the exit code is 75. When the script is started
-    again, it continues from there; under ``distcollect submit`` that happens automatically.
+    again, it continues from there; under ``distcollect submit`` that happens automatically. In
+    IPython and notebooks these signals end the kernel at once, and save nothing.
+
+    Where training goes on after the last batch, as it may with ``start()``, call :meth:`save` at
+    the end: :meth:`step` then saves every ``every_s`` seconds only.
 
     Part of each file is the state of the random numbers of torch, numpy and Python in this process.
 

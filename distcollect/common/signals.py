@@ -216,6 +216,19 @@ def cut(error: _Error) -> _Error:
     return error.with_traceback(None) if modules <= {_OURS, *_LIBRARIES} else error
 
 
+def forget_last_error() -> None:
+    """Let the error that an interactive session keeps hold no collector that nobody else has."""
+    error: BaseException | None = getattr(sys, "last_value", None)
+    while error is not None:
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            if _module_of(frame) == _OURS:
+                with contextlib.suppress(RuntimeError):  # it runs
+                    frame.clear()
+                # Also from the dict of them that who shows the error made, before Python 3.13.
+                _ = frame.f_locals
+        error = error.__context__
+
+
 def interrupts_us() -> bool:
     """Return True if a handler of a signal runs on this thread that has interrupted our own code.
 
@@ -256,7 +269,9 @@ def watch(save_and_exit: Callable[[], None], *, ctrl_c: bool = False) -> None:
     if not _is_main_thread():
         log.warning("a Checkpoint that is not made on the main thread sees no signals")
         return
-    for number in (*SIGNALS, *[signal.SIGINT][: int(ctrl_c)]):
+    # A notebook's kernel would go on after the SystemExit that follows.
+    of_others = () if "IPython" in sys.modules and hasattr(sys, "ps1") else SIGNALS
+    for number in (*of_others, *[signal.SIGINT][: int(ctrl_c)]):
         if signal.getsignal(number) is not _note:
             # None: it was not set by Python, which so can't restore it.
             _previous[number] = signal.signal(number, _note) or signal.SIG_DFL

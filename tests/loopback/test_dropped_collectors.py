@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -107,6 +109,27 @@ def test_one_that_nobody_refers_to_ends_at_once(
     use(collector)
     del collector
     assert closed.wait(30)
+
+
+@pytest.mark.usefixtures("_no_gc")
+def test_a_cell_that_raised_and_is_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What IPython keeps of its error does not keep the collector, once there is another one."""
+    monkeypatch.setattr(gc, "freeze", lambda: None)
+    options: dict[str, Any] = {"frames_per_batch": 8, "num_workers": 1}
+    collector: Any = loopback_collector("CartPole-v1", Policy(4), **options)
+    workers, closed = workers_of(collector), threading.Event()
+    close, workers.close = workers.close, lambda: (close(), closed.set())
+    try:
+        collector.next(timeout_s=1e-6)
+    except dc.BatchTimeout as error:
+        _, *frames = traceback.walk_tb(error.__traceback__)
+        assert any("self" in frame.f_locals for frame, _ in frames)  # which IPython looks at
+        del frames
+        monkeypatch.setattr(sys, "last_value", error, raising=False)
+    del collector
+    assert not closed.is_set()
+    with loopback_collector("CartPole-v1", Policy(4), **options):
+        assert closed.wait(30)
 
 
 class Closable(SamplingEnv):
