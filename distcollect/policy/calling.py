@@ -199,8 +199,8 @@ def assign(
                 f"policy's parameter {name!r} is no entry of it; "
                 + (f"its entries are: {known}" if known else "it is one array, without entries")
                 + f". If {name!r} is the state of a recurrent policy, give the policy a method "
-                "initial_state(num_envs) that returns its first values by name. Otherwise give the "
-                "parameter a default, or leave it out"
+                "initial_state(num_envs) that returns its first values by name, or a TorchRL env a "
+                "TensorDictPrimer. Otherwise give the parameter a default, or leave it out"
             )
     return positional, named
 
