@@ -275,16 +275,28 @@ def train(
         envs_per_worker=args.envs_per_worker,
         sync=True,
     )
-    bar = tqdm(total=collector.total_frames, unit=" frames", unit_scale=True)
+    checkpoint, is_resumed = None, False
+    if args.checkpoint is not None:
+        parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
+        checkpoint = dc.Checkpoint(args.checkpoint, collector=collector, **parts)
+        is_resumed = checkpoint.load()
+    episodes.frames = collector.frames
+    bar = tqdm(
+        total=collector.total_frames, initial=episodes.frames, unit=" frames", unit_scale=True
+    )
     start = time.monotonic()
-    with collector, bar, (args.out / "metrics.jsonl").open("w", buffering=1) as metrics:
-        collector.set_seed(args.seed)
+    mode = "a" if is_resumed else "w"
+    with collector, bar, (args.out / "metrics.jsonl").open(mode, buffering=1) as metrics:
+        if not is_resumed:
+            collector.set_seed(args.seed)
         for batch in collector:
             episodes.add(batch)
             versions = batch["collector", "policy_version"]
             lag = collector.policy_version - versions.double().mean().item()  # 0: on-policy
             means = learn(model, losses, optimizer, batch, sequence_length)
             schedule.step()
+            if checkpoint is not None:
+                checkpoint.step()
             collector.update_policy_weights_(model)
 
             row = figures(episodes, time.monotonic() - start, lag, means)
@@ -373,6 +385,12 @@ def parser(
         help="default: all that the launch has, or 2 without a launcher",
     )
     add("--envs-per-worker", type=positive, default=4, help="%(default)s")
+    add(
+        "--checkpoint",
+        type=Path,
+        metavar="FILE",
+        help="save there, also when the job is told to end; started again, the script continues",
+    )
     add("--out", type=Path, default=Path("runs/ppo_cartpole"), help="a folder (%(default)s)")
     add(
         "--solved-at",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import logging
@@ -10,6 +11,7 @@ import secrets
 import shlex
 import socket
 import stat
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -40,6 +42,7 @@ def _dist() -> Any:
 
 
 RENDEZVOUS_TIMEOUT_S = 300.0
+_LOOK_AGAIN_S = 5.0
 _TRAINER_KEY, _ADDRESS_KEY = "distcollect/trainer", "distcollect/address"
 _TOKEN_KEY = "distcollect/token"  # noqa: S105
 LISTEN = "DISTCOLLECT_LISTEN"
@@ -142,17 +145,25 @@ def _address_among_hosts(launch: Launch, store: Any) -> str:
     assert launch.master is not None
     if (address := address_towards(launch.master[0])) is not None:
         return address
-    # Torchrun's store is on this host, so only ranks on other hosts know the route between us.
-    for rank in range(launch.world_size - 1, 0, -1):
-        try:
-            theirs = store.get(f"{_ADDRESS_KEY}/{rank}").decode()
-        except _dist().DistError as error:
+    # Torchrun's store is on this host, so only ranks on other hosts know the route between us. One
+    # of them is enough: another may have died.
+    awaited, began = list(range(1, launch.world_size)), time.monotonic()
+    while awaited:
+        for rank in [rank for rank in awaited if store.check([f"{_ADDRESS_KEY}/{rank}"])]:
+            awaited.remove(rank)
+            if theirs := store.get(f"{_ADDRESS_KEY}/{rank}").decode():
+                return route_to(theirs)
+        waited_s = time.monotonic() - began
+        if awaited and waited_s > RENDEZVOUS_TIMEOUT_S:
             raise LaunchError(
-                f"rank {rank} did not announce its address within {RENDEZVOUS_TIMEOUT_S:g} s: look "
-                "at its own output. Does every rank call distcollect.run(main)?"
-            ) from error
-        if theirs:
-            return route_to(theirs)
+                f"ranks {awaited} did not announce their address within {RENDEZVOUS_TIMEOUT_S:g} "
+                "s: look at their own output. Does every rank call distcollect.run(main)?"
+            )
+        if awaited:
+            with contextlib.suppress(_dist().DistError):
+                store.wait([f"{_ADDRESS_KEY}/{awaited[0]}"], timedelta(seconds=_LOOK_AGAIN_S))
+            if waited_s > _LOOK_AGAIN_S:
+                log.warning("waiting for the address of one of the ranks %s", awaited)
     return LOOPBACK  # all workers of this trainer are on its own host
 
 

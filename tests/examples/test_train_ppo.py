@@ -114,6 +114,15 @@ def test_short_runs(tmp_path: Path, script: ModuleType) -> None:
     assert learned[0] == learned[1]
 
 
+def test_it_continues_from_its_checkpoint(tmp_path: Path) -> None:
+    frames = []
+    for total in (960, 1920):
+        to = ("--out", tmp_path, "--checkpoint", tmp_path / "ppo.pt")
+        done = run_example("train_ppo", "--total-frames", total, *to)
+        frames.append([row["frames"] for row in rows_of(done, tmp_path)])
+    assert frames == [[960], [960, 1920]]
+
+
 def test_target_not_reached(tmp_path: Path) -> None:
     done = run_example("train_ppo", "--total-frames", 960, "--require-solved", "--out", tmp_path)
     assert done.returncode == 1
