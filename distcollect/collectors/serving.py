@@ -39,8 +39,8 @@ def check(options: WorkerOptions) -> None:
         "a policy: without one, actions are random": bool(options.policy or options.factories),
         "one policy_factory, not a list": len(options.factories) <= 1,
         "one policy_device": len(devices) == 1,
-        "no models=": not options.named_models,
-        "no normalize=": options.normalize is None,
+        "no models= beside it; leave out one of the two": not options.named_models,
+        "no normalize= beside it; leave out one of the two": options.normalize is None,
         "reproducible=False: set_seed() repeats with sync=True": not options.reproducible,
         "WeightSync(swap_within_rollouts=True)": weights.swap_within_rollouts,
     }
