@@ -14,7 +14,7 @@ from helpers.paths import ROOT
 
 PACKAGE = ROOT / "distcollect"
 LONGEST_MODULE = 450
-LIMITS = {PACKAGE: 29_902, PACKAGE / "commands": 2_028, ROOT / "tests": 38_779}
+LIMITS = {PACKAGE: 29_916, PACKAGE / "commands": 2_028, ROOT / "tests": 38_814}
 LIMITS |= {PACKAGE / "net": 1_416, PACKAGE / "transport": 1_213}
 
 
