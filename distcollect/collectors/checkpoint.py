@@ -13,7 +13,7 @@ import shutil
 import socket
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -308,7 +308,9 @@ class Checkpoint:
         assert self._judged is not None
         options = self._judged._options  # noqa: SLF001 - of this package
         own = state_tensors(published(self._judged.policy, options.published_models))
-        if not own:  # only the user has the policy
+        saved = {tensor.data_ptr() for tensor in _tensors(states)}
+        if saved.isdisjoint(tensor.data_ptr() for tensor in own.values()):
+            # The user trains another module than the collector's own, or has the only one.
             fits = (s for s in states.values() if isinstance(s, dict) and s.keys() >= {*weights})
             own = next(fits, {})
         places = {own[name].data_ptr(): value for name, value in weights.items() if name in own}
@@ -370,14 +372,12 @@ class Checkpoint:
         """The best result, and of an evaluation the weights that had it."""
         if self._judged is None or self._best is None:
             return _NO_RESULT, None
-        stats = self._judged.stats()
-        if stats.evaluation.count:
-            weight = 1.0
-            value, weights = self._judged._stats_recorder.best[self._best]  # noqa: SLF001 - of this package
-        else:
-            weight = min(stats.episodes.count, 100) / 101
-            value, weights = stats.episodes.mean_of(self._best), None
-        return (weight, value) if math.isfinite(value) else _NO_RESULT, weights
+        value, weights = self._judged._stats_recorder.best[self._best]  # noqa: SLF001 - of this package
+        if math.isfinite(value):
+            return (1.0, value), weights
+        episodes = self._judged.stats().episodes
+        weight, value = min(episodes.count, 100) / 101, episodes.mean_of(self._best)
+        return (weight, value) if math.isfinite(value) else _NO_RESULT, None
 
     def step(self) -> bool:
         """Save if it is time, after the last batch, or if an evaluation was the best.
@@ -442,6 +442,15 @@ def _writer(path: Path) -> str | None:
     except ArgumentError:
         return ""
     return name
+
+
+def _tensors(state: Any) -> Iterator[torch.Tensor]:
+    """All tensors in dicts of dicts."""
+    if isinstance(state, dict):
+        for value in state.values():
+            yield from _tensors(value)
+    elif isinstance(state, torch.Tensor):
+        yield state
 
 
 def _read(path: Path, *, mmap: bool = False) -> dict[str, Any]:

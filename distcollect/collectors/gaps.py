@@ -68,9 +68,12 @@ class Gaps:
                 if mask is not None:
                     # Versions only grow, so those that are too old are at a row's beginning.
                     counts = mask.reshape(of_rollouts.shape)[index]
-                    first = own.where(counts, -1).gather(1, counts.int().argmax(1, keepdim=True))
+                    at = counts.int().argmax(1, keepdim=True)
+                    first = own.where(counts, -1).gather(1, at)
+                    begins = own.gather(1, (at - 1).clamp(0)) != first
                     masked = (own >= 0) & ~counts
                     rows |= {*masked[:, 0].nonzero().flatten().tolist()}
+                    whole |= {*first[begins].tolist()}.difference(header.work.rests)
                     whole -= {*own[masked].tolist()}
                 rows, new_ids = self._cut(own, first[:, 0].tolist(), rows, new_ids, whole)
                 rests.update(new_ids.values())

@@ -10,7 +10,14 @@ from contextlib import suppress
 from functools import cached_property, lru_cache, partial
 from inspect import getattr_static
 from itertools import chain
-from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from types import (
+    CodeType,
+    FunctionType,
+    MappingProxyType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import NamedTuple
 
 import torch
@@ -99,9 +106,10 @@ def _parts(thing: object) -> Iterator[tuple[str, object]]:
         yield from (("", thing.func), ("", thing.args), ("", thing.keywords))
     elif isinstance(thing, FunctionType):
         yield from _variables(thing)
-    elif isinstance(thing, dict):
+    elif isinstance(thing, dict | MappingProxyType):
         # Another mapping has its values in attributes; its own items() may raise or compute.
-        yield from ((str(key), value) for key, value in dict.items(thing))
+        items = dict.items(thing) if isinstance(thing, dict) else thing.items()
+        yield from ((str(key), value) for key, value in items)
     elif isinstance(thing, list | tuple | deque):
         yield from ((str(index), value) for index, value in enumerate(thing))
     yield from getattr(thing, "__dict__", {}).items()

@@ -323,6 +323,7 @@ class Statistics:
         with self._lock:
             for moments, saved in zip(self._moments, state["moments"], strict=True):
                 moments.load(saved)
+            self._before = []  # a batch that waits for its delivery no longer counts
 
     def _names(self) -> list[str]:
         return [str(leaf) for leaf in self.normalizer.leaves]

@@ -323,6 +323,21 @@ def test_a_checkpoint_goes_on_with_the_same_statistics(
             dc.Checkpoint(path, policy=policy, collector=third).load()
 
 
+def test_a_batch_that_the_buffer_refused_takes_no_statistics_that_were_loaded() -> None:
+    class Refusing:
+        def extend(self, data: TensorDict) -> None:
+            raise RuntimeError("full")
+
+    with collector(IN_PROCESS, ENV, Seeing()) as first:
+        first.next()
+        state = first.state_dict()
+    with collector(IN_PROCESS, ENV, Seeing(), replay_buffer=Refusing()) as second:
+        with pytest.raises(RuntimeError, match="full"):
+            second.next()
+        second.load_state_dict(state)
+        assert second.state_dict()["normalizer"] == state["normalizer"]
+
+
 @pytest.mark.parametrize(
     ("observations", "changed"),
     [

@@ -211,6 +211,33 @@ def test_the_best_has_the_weights_that_were_evaluated(tmp_path: Path) -> None:
     assert saved["net"]["actor.value"].item() == 2.0
 
 
+def test_the_best_has_the_weights_of_a_learner_of_its_own(tmp_path: Path) -> None:
+    """As where the collector acts with a copy on another device."""
+    learner = Constant()
+    with dc.SyncDataCollector(Echo, Constant(), frames_per_batch=4) as collector:
+        parts = {"learner": learner, "collector": collector}
+        checkpoint = dc.Checkpoint(tmp_path / "c.pt", best="return", **parts)
+        for value in (1.0, 3.0, 2.0):
+            nn.init.constant_(learner.value, value)
+            checkpoint.step()
+            collector.update_policy_weights_(learner)
+            collector.evaluate(1)
+    saved = torch.load(checkpoint.best_path, weights_only=True)["parts"]
+    assert saved["learner"]["value"].item() == 3.0
+
+
+def test_an_evaluation_before_the_checkpoint_keeps_no_later_best_away(tmp_path: Path) -> None:
+    """Its weights are not known."""
+    policy = Constant()
+    with dc.SyncDataCollector(Echo, policy, frames_per_batch=4) as collector:
+        collector.evaluate(1)
+        parts = {"policy": policy, "collector": collector}
+        checkpoint = dc.Checkpoint(tmp_path / "c.pt", best="return", **parts)
+        collector.next()
+        checkpoint.save()
+    assert checkpoint.best_path.exists()
+
+
 def test_files_that_another_one_wrote_stay(tmp_path: Path) -> None:
     """Their names are as those of the files that it keeps."""
     other = dc.Checkpoint(tmp_path / "run-1.pt", part={"of": "run-1"})

@@ -6,6 +6,7 @@ import dataclasses
 import warnings
 from collections import UserDict
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -334,7 +335,8 @@ class _Unset:
 def test_a_configuration_may_lack_values() -> None:
     config = OmegaConf.structured(_Unset)
     assert module_of(partial(by_another, config=config)) is net
-    assert module_of(partial(by_another, net=UserDict({"net": other}))) is not net
+    for kind in (UserDict, MappingProxyType):
+        assert module_of(partial(by_another, net=kind({"net": other}))) is not net
 
 
 class Absent:
