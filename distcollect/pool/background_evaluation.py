@@ -96,7 +96,10 @@ class Evaluators:
             # Once no other worker plays this version, or has it to play next.
             awaited = {*self._busy.values(), *(self._newest[w] for w in self._busy)}
             for version in self._parts.keys() - awaited:
-                self._stats_recorder.evaluated(Evaluation.joined(self._parts.pop(version)))
+                # Again: the run may have been resumed meanwhile.
+                parts = [*filter(None, map(self._renumbered, self._parts.pop(version)))]
+                if parts:
+                    self._stats_recorder.evaluated(Evaluation.joined(parts))
             if result is not None:
                 self.results.append(replace(result, weights=None))
         if isinstance(error, EnvError):
