@@ -32,7 +32,7 @@ from distcollect.results import (
 from distcollect.rollout.header import Header, WorkReport
 from distcollect.telemetry.trace import PushTimes, Trace
 
-Activity = Literal["train", "collect", "weights", "transfer", "assemble", "idle"]
+Activity = Literal["train", "collect", "weights", "transfer", "assemble"]
 
 _SUMS = [
     name for name in WorkReport.__annotations__ if name.endswith("_ns") or name.startswith("num_")
@@ -106,7 +106,7 @@ class StatsRecorder:
         self._lock = threading.RLock()
         self._tallies: dict[int, _Tally] = {}
         self._servers: defaultdict[int, _Tally] = defaultdict(self._new_tally)
-        self._activity: Activity | None = None  # before the first batch, and at the end
+        self._activity: Activity | None = None  # before the first batch, at rest, and at the end
         self._since = 0
         self._spent: Counter[str] = Counter()
         self._rested_ns = 0  # that is in none of these
@@ -154,7 +154,7 @@ class StatsRecorder:
         """The user's cell has ended: no time counts before the next batch is requested."""
         with self._lock:
             if self._activity == "train":
-                self._switch("idle")
+                self._switch(None)
 
     def end(self) -> None:
         """No more batches are requested. A second call does nothing."""
@@ -167,16 +167,16 @@ class StatsRecorder:
         if activity == self._activity or self._has_ended:
             return
         now = self._clock()
-        if self._activity is None:
-            self._marks.append(_Mark(now, {}))
-        elif self._activity == "idle":
+        if self._activity is not None:
+            self._spent[self._activity] += now - self._since
+            if self._trace is not None:
+                self._trace.activity(self._activity, self._since, now)
+        elif self._marks:
             rested_ns = now - self._since
             self._rested_ns += rested_ns
             self._marks = deque(mark._replace(at=mark.at + rested_ns) for mark in self._marks)
         else:
-            self._spent[self._activity] += now - self._since
-            if self._trace is not None:
-                self._trace.activity(self._activity, self._since, now)
+            self._marks.append(_Mark(now, {}))
         self._since, self._activity = now, activity
 
     # What comes from workers.
@@ -197,7 +197,7 @@ class StatsRecorder:
         with self._lock:
             tally = self._tally(header.worker_id)
             rested_ns = self._rested_ns
-            if self._activity == "idle":
+            if self._activity is None and self._marks:
                 rested_ns += self._clock() - self._since
             if rested_ns != tally.rested_ns:  # meanwhile the worker had to wait
                 wait_ns = max(0, work.wait_ns - (rested_ns - tally.rested_ns))
@@ -303,10 +303,9 @@ class StatsRecorder:
             evaluating: ids of the workers that collect nothing, but evaluate.
         """
         with self._lock:
-            is_resting = self._has_ended or self._activity == "idle"
-            now = self._since if is_resting else self._clock()
-            spent = self._spent.copy()
-            if self._activity is not None and not is_resting:
+            now, spent = self._since, self._spent.copy()
+            if self._activity is not None:
+                now = self._clock()
                 spent[self._activity] += now - self._since
             elapsed_s = spent.total() / 1e9
             fates = ledger.workers if ledger else {}
