@@ -124,6 +124,11 @@ def _collecting(stats: Stats) -> dict[int, WorkerStats]:
     return present or collected
 
 
+def _num_workers(stats: Stats) -> int:
+    """How many processes collect for this one."""
+    return 0 if stats.in_process else len(_collecting(stats))
+
+
 def _more_workers(stats: Stats, waits: float) -> float:
     """How many more workers would help, if the trainer waits for this share of its time."""
     num_workers = max(1, len(_collecting(stats)))
@@ -139,7 +144,7 @@ def _more_workers(stats: Stats, waits: float) -> float:
     else:
         # Workers collect all the time, and the trainer could take more rollouts.
         wanted = num_workers * (1 - stats.times.wait) / max(others, 1e-9)
-    more = math.ceil(wanted) - (0 if stats.in_process else num_workers)
+    more = math.ceil(wanted) - _num_workers(stats)
     return math.inf if more > _MANY * num_workers else max(0, more)
 
 
@@ -245,13 +250,8 @@ def _on_lag(stats: Stats) -> str:
             " No weights were published, so the workers' policy is the one that they started with: "
             "update_policy_weights_() sends them newer weights."
         )
-    num_workers = len(_collecting(stats))
-    if (
-        stats.sync
-        or stats.staleness
-        or not stats.lag.max
-        or stats.mean_ready < max(1.0, num_workers / 2)
-    ):
+    is_bounded = stats.sync or stats.staleness or not stats.lag.max
+    if is_bounded or stats.mean_ready < max(1.0, _num_workers(stats) / 2):
         return ""
     return (
         f" Frames lag by {stats.lag.mean:.1f} versions on average because the workers are ahead of "
@@ -280,20 +280,17 @@ def _on_staleness(stats: Stats) -> str:
 
 def _others(stats: Stats) -> int:
     """How many of these cores other processes than those of this run keep busy."""
-    num_workers = 0 if stats.in_process else len(_collecting(stats))
-    return max(0, min(stats.num_cores, round(stats.load) - num_workers))
+    return max(0, min(stats.num_cores, round(stats.load) - _num_workers(stats)))
 
 
 def _room(stats: Stats) -> float:
     """How many more workers the cores of the workers' hosts can keep up with; infinity: any."""
     if others := _others(stats):
-        num_workers = 0 if stats.in_process else len(_collecting(stats))
-        return max(0, stats.num_cores - others - num_workers)
+        return max(0, stats.num_cores - others - _num_workers(stats))
     if not stats.num_cores or _cpu(stats) < _BUSY_CPU:
         return math.inf
     each = stats.times.cpu * (1 - stats.times.wait)  # cores that a worker keeps busy
-    num_workers = 0 if stats.in_process else len(_collecting(stats))
-    return max(0, round(stats.num_cores / each) - num_workers) if each else math.inf
+    return max(0, round(stats.num_cores / each) - _num_workers(stats)) if each else math.inf
 
 
 def _on_workers(wanted: float, stats: Stats, rest: float | None) -> str:
@@ -316,9 +313,8 @@ def _on_workers(wanted: float, stats: Stats, rest: float | None) -> str:
         )
     count = "many" if more == math.inf else f"about {more:.0f}"
     workers = "worker" if count == "about 1" else "workers"
-    num_workers = 0 if stats.in_process else len(_collecting(stats))
     where = "" if more == wanted else f": {stats.num_cores} cores have no room for others"
-    if 0 < stats.num_cores < num_workers + more and _cpu(stats) < _BUSY_CPU:
+    if 0 < stats.num_cores < _num_workers(stats) + more and _cpu(stats) < _BUSY_CPU:
         where = f", unless other processes keep the {stats.num_cores} cores busy"
     if stats.in_process:
         return f"A collector with workers could use {count} of them{where}."
