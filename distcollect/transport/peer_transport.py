@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from distcollect.net.messages import PeerAddress
 from distcollect.transport.copying import Copier, PeerMemory
 from distcollect.transport.pending_answers import PendingAnswers
-from distcollect.transport.protocol import Deliver, Transport
+from distcollect.transport.protocol import Deliver, Offer, Transport
 
 
 class Peer(Protocol):
@@ -49,6 +51,27 @@ class PeerTransport(Transport, Generic[P]):
         known = self._peers.get(peer)
         sample = None if known is None else known.address.memory_sample
         return None if sample is None else sample.host
+
+    def _offered(self, peer: int, ask: Callable[[Any, Deliver], None], deliver: Deliver) -> Deliver:
+        """Return what offers the answer: a header, and its tensors or by what ``ask`` gets them."""
+        known = self._peers.get(peer)  # whose memory is read even if it is disconnected meanwhile
+
+        def offer(sent: Any, error: BaseException | None) -> None:
+            if error is not None:
+                deliver(None, error)
+                return
+            header, *rest = sent
+
+            def fetch(deliver: Deliver) -> None:
+                copied = partial(self._copied, peer, known, deliver)
+                if isinstance(rest[-1], list):
+                    copied(rest[-1])
+                else:
+                    ask(rest[0], copied)
+
+            deliver(Offer(header, fetch), None)
+
+        return offer
 
     def _copied(
         self,

@@ -24,11 +24,10 @@ import torch
 from distcollect.common.waiting import settle
 from distcollect.net.messages import PeerAddress
 from distcollect.net.server import Connection
-from distcollect.rollout.header import Header
 from distcollect.rollout.layout import Tensors
 from distcollect.transport.peer_transport import PeerTransport
 from distcollect.transport.pending_answers import PendingAnswers, peer_is_gone
-from distcollect.transport.protocol import CollectRequest, Deliver, Offer
+from distcollect.transport.protocol import CollectRequest, Deliver
 from distcollect.transport.rpc_agents import PING, AgentPeer, join_agents, leave_agents
 from distcollect.transport.rpc_server import (
     serve_call,
@@ -61,25 +60,9 @@ class RpcTransport(PeerTransport[AgentPeer]):
         return self._future(peer, serve_call, (method.__name__, args, kwargs))
 
     def collect(self, peer: int, request: CollectRequest, deliver: Deliver) -> None:
-        known = self._peers.get(peer)
         request = request._replace(shared=self.shares_memory(peer))
-
-        def offer(sent: tuple[Header, Any], error: BaseException | None) -> None:
-            if error is not None:
-                deliver(None, error)
-                return
-            header, data = sent  # its RRef, or all of its tensors
-
-            def fetch(deliver: Deliver) -> None:
-                copied = partial(self._copied, peer, known, deliver)
-                if isinstance(data, list):
-                    copied(data)
-                else:
-                    self._ask(peer, serve_rollout, (data,), copied)
-
-            deliver(Offer(header, fetch), None)
-
-        self._ask(peer, serve_collect, (request,), offer)
+        fetch = lambda rref, copied: self._ask(peer, serve_rollout, (rref,), copied)  # noqa: E731
+        self._ask(peer, serve_collect, (request,), self._offered(peer, fetch, deliver))
 
     def hand_over(self, peer: int, sequence: int, key: str, keep_s: float) -> Future[Any]:
         return self._future(peer, serve_hand_over, (sequence, key, keep_s))

@@ -32,14 +32,13 @@ from distcollect.common.waiting import settle
 from distcollect.net.framing import Buffer, Packet
 from distcollect.net.messages import PeerAddress
 from distcollect.net.server import Connection
-from distcollect.rollout.header import Header
 from distcollect.rollout.layout import Tensors
 from distcollect.transport import packing
 from distcollect.transport.copying import PeerMemory
 from distcollect.transport.peer_connection import PeerConnection
 from distcollect.transport.peer_transport import PeerTransport
 from distcollect.transport.pending_answers import PendingAnswer, PendingAnswers, peer_is_gone
-from distcollect.transport.protocol import CollectRequest, Deliver, Offer
+from distcollect.transport.protocol import CollectRequest, Deliver
 from distcollect.transport.tcp_server import Question
 from distcollect.transport.worker_service import WorkerService
 
@@ -141,26 +140,10 @@ class TcpTransport(PeerTransport[_Peer]):
         return answer
 
     def collect(self, peer: int, request: CollectRequest, deliver: Deliver) -> None:
-        known = self._peers.get(peer)  # whose memory is read even if it is disconnected meanwhile
         inline_bytes = min(_INLINE_BYTES, _INLINE_BYTES_OF_ALL // (len(self._peers) or 1))
         asked = (*request[:-2], self.shares_memory(peer), inline_bytes)
-
-        def offer(sent: tuple[Header, int, list[Any] | None], error: BaseException | None) -> None:
-            if error is not None:
-                deliver(None, error)
-                return
-            header, number, tensors = sent
-
-            def fetch(deliver: Deliver) -> None:
-                copied = partial(self._copied, peer, known, deliver)
-                if tensors is not None:
-                    copied(tensors)
-                else:
-                    self._ask(peer, (Question.FETCH, number), copied)
-
-            deliver(Offer(header, fetch), None)
-
-        self._ask(peer, (Question.COLLECT, *asked), offer)
+        fetch = lambda number, copied: self._ask(peer, (Question.FETCH, number), copied)  # noqa: E731
+        self._ask(peer, (Question.COLLECT, *asked), self._offered(peer, fetch, deliver))
 
     def hand_over(self, peer: int, sequence: int, key: str, keep_s: float) -> Future[Any]:
         return self.call(peer, WorkerService.hand_over, sequence, key, keep_s)
