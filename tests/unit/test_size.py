@@ -14,8 +14,8 @@ from helpers.paths import ROOT
 
 PACKAGE = ROOT / "distcollect"
 LONGEST_MODULE = 450
-LIMITS = {PACKAGE: 29_913, PACKAGE / "commands": 2_028, ROOT / "tests": 38_799}
-LIMITS |= {PACKAGE / "net": 1_416, PACKAGE / "transport": 1_213}
+LIMITS = {PACKAGE: 29_957, PACKAGE / "commands": 2_028, ROOT / "tests": 38_836}
+LIMITS |= {PACKAGE / "net": 1_423, PACKAGE / "transport": 1_213}
 
 
 def code_lines(path: Path) -> int:
