@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, NoReturn, TypeVar, cast
 
 from tensordict import TensorDict
 
@@ -941,6 +941,12 @@ class DataCollectorBase(ABC):
         """
         self._check_open()
         self._resumption.load(state, self.set_seed)
+
+    def __reduce__(self) -> NoReturn:
+        raise ArgumentTypeError(
+            f"a {type(self).__name__} can't be pickled or copied, as it has envs and processes: "
+            "pass on what it delivers, or its state_dict()"
+        )
 
 
 # TorchRL's name for it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import errno
 import io
 import logging
 import math
@@ -48,7 +49,9 @@ _NO_RESULT: _Result = (0.0, -math.inf)
 _CHECK_START_S = 10.0
 _ADDING_S = 60.0  # for a batch that is being added to a buffer
 _made: list[weakref.ref[Checkpoint]] = []  # in this process
+_written: set[Path] = set()  # by this process
 os.register_at_fork(after_in_child=_made.clear)
+os.register_at_fork(after_in_child=_written.clear)
 
 
 class Stateful(Protocol):
@@ -299,6 +302,7 @@ class Checkpoint:
                 raise
             why = getattr(error, "strerror", None) or "is the disk full?"
             raise OSError(f"{self.path} can't be written: {why}") from error
+        _written.add(self.path.resolve())
         if is_best and weights is None:
             _link(self.path, self.best_path)
         self._best_result = best_result
@@ -411,9 +415,11 @@ class Checkpoint:
 
     def _check(self) -> None:
         if not self._file_checked and self.path.exists():
+            whose = "is from an earlier run"
+            if self.path.resolve() in _written:
+                whose = "is from another Checkpoint of this process"
             raise CollectorStateError(
-                f"{self.path} is from an earlier run: call load() to continue from it, or remove "
-                "it to start again"
+                f"{self.path} {whose}: call load() to continue from it, or remove it to start again"
             )
         self._file_checked = True
 
@@ -457,11 +463,12 @@ def _read(path: Path, *, mmap: bool = False) -> dict[str, Any]:
     try:
         saved: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
         kind, _ = saved["format"], dict(saved["parts"])
-    except OSError as error:
-        raise ArgumentError(
-            f"{path} can't be read as a checkpoint: {error.strerror}; give another path"
-        ) from error
     except Exception as error:
+        # EINVAL is torch's, which seeks in front of the beginning of a file that was cut.
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:
+            raise ArgumentError(
+                f"{path} can't be read as a checkpoint: {error.strerror}; give another path"
+            ) from error
         # Torch's own message is about settings that users can't make here.
         raise ArgumentError(
             f"{path} can't be read as a checkpoint: distcollect.Checkpoint didn't write it, or it "

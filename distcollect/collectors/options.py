@@ -42,6 +42,7 @@ from distcollect.errors import ArgumentError
 from distcollect.integrations import load
 from distcollect.launch.cpu_placement import num_cores
 from distcollect.launch.open_hosts import current
+from distcollect.launch.rendezvous import LISTEN
 from distcollect.net.tls import check_security
 from distcollect.policy.base import Exploration
 from distcollect.policy.normalize import Normalizer
@@ -482,6 +483,7 @@ class WorkerOptions(CollectorOptions):
                 )
         # These check what they are made from.
         _ = self.num_collecting, self.updater, self.transport_name
+        self._check_least()
         validation.check_excluded(self.weight_options.exclude, self.policy, self.named_models)
         if self.inference is not None and self.inference.where in ("host", "rank"):
             serving.check(self)
@@ -530,6 +532,22 @@ class WorkerOptions(CollectorOptions):
                 "worker(s), at least one has to collect"
             )
         return self.num_to_start - num_evaluating
+
+    def _check_least(self) -> None:
+        """Refuse ``Faults(min_workers=)`` above the workers that collect, if none can join later.
+
+        Raises:
+            ArgumentError: it is above them.
+        """
+        may_join = not self.is_local and (
+            self.listen or os.environ.get(LISTEN) or self.placer is not None or current()
+        )
+        least = self.fault_limits.min_workers
+        if least > self.num_collecting and not may_join:
+            raise ArgumentError(
+                f"Faults(min_workers={least}): only {counted(self.num_collecting, 'worker')} will "
+                "collect, and no more can join"
+            )
 
     @property
     def evaluating(self) -> range:

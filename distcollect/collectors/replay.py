@@ -155,7 +155,8 @@ class RateLimited(WrappedBuffer):
         """
         numbers = map(checks.plain, (samples_per_insert, min_size, slack, timeout_s))
         samples_per_insert, min_size, slack, timeout_s = numbers
-        if not (isinstance(buffer, ReplayBuffer) and callable(getattr(buffer, "sample", None))):
+        is_buffer = isinstance(buffer, ReplayBuffer) and not isinstance(buffer, type)
+        if not (is_buffer and callable(getattr(buffer, "sample", None))):
             raise ArgumentTypeError(f"RateLimited({buffer!r}): must have extend() and sample()")
         checks.above_zero(
             f"RateLimited(samples_per_insert={samples_per_insert!r})", samples_per_insert

@@ -47,7 +47,9 @@ _TYPES: _Rules = {
         "a list of names, such as ['success'], or a dict from names to spaces",
     ),
     "replay_buffer": (
-        lambda value: isinstance(value, ReplayBuffer) and not isinstance(value, MutableSequence),
+        lambda value: (
+            isinstance(value, ReplayBuffer) and not isinstance(value, MutableSequence | type)
+        ),
         "an object with a method extend(frames) for a TensorDict [F], as TorchRL's buffers are",
     ),
     "total_frames": (_is_whole, "a whole number"),
@@ -55,6 +57,10 @@ _TYPES: _Rules = {
     "batch_deadline_s": (_is_number, "a number"),
 }
 _VALUES: _Rules = {
+    "create_env_fn": (
+        lambda value: not isinstance(value, list | tuple) or len(value) > 0,
+        "an env id or a callable that makes an env, or a list with at least one",
+    ),
     "total_frames": (lambda value: value == -1 or value > 0, "at least 1, or -1 for endless"),
     "init_random_frames": (lambda v: _is_whole(v) and v >= 0, "a whole number, 0 or more"),
     "worker_idx": (lambda v: _is_whole(v) and v >= 0, "a whole number, 0 or more"),

@@ -42,6 +42,7 @@ _MAX_UNPROVEN_FRAME = 4096
 ANSWER_TIMEOUT_S = 15.0
 # The pause between two tries grows: hundreds of supervisors may wait for hours.
 _CONNECT_TIMEOUT_S, _RETRY_S, _LONGEST_RETRY_S = 5.0, 0.2, 2.0
+_SAY_AFTER_S = 5.0  # that a process still waits, and why
 _MAX_UNSENT = 8 * MAX_FRAME
 _WAKEUP_BYTES = 4096
 
@@ -269,16 +270,17 @@ def join(
         TrainerGone: nobody listens there.
         LaunchError: the trainer can't be reached within ``timeout_s``, or refused.
     """
-    deadline = time.monotonic() + timeout_s
+    begin = time.monotonic()
     problem: Exception | None = None
-    pause_s, where = _RETRY_S, ""
-    while time.monotonic() < deadline:
+    pause_s, where, has_said = _RETRY_S, "", False
+    while (left_s := begin + timeout_s - time.monotonic()) > 0:
         try:
             trainer = find()
             where = f", at {trainer.host}:{trainer.port},"
-            connection = ControlConnection(trainer.host, trainer.port, _CONNECT_TIMEOUT_S)
+            limit_s = min(_CONNECT_TIMEOUT_S, left_s)
+            connection = ControlConnection(trainer.host, trainer.port, limit_s)
             try:
-                connection.join(hello, trainer.token)
+                connection.join(hello, trainer.token, min(ANSWER_TIMEOUT_S, left_s))
             except BaseException:
                 connection.close()
                 raise
@@ -290,6 +292,12 @@ def join(
             # It isn't there yet; or, after a restart by torchrun, this was its previous address;
             # or too many strangers connect to it at the same time.
             problem = error
+        # A name that nobody knows may be mistyped, or that of a pod that is not ready yet.
+        is_long = time.monotonic() - begin > _SAY_AFTER_S or isinstance(problem, socket.gaierror)
+        if is_long and not has_said:
+            log.info("%s waits up to %g s for the trainer%s and tries again: %s",
+                name, timeout_s, where or ",", problem)  # fmt: skip
+            has_said = True
         time.sleep(pause_s)
         pause_s = min(1.1 * pause_s, _LONGEST_RETRY_S)
     raise LaunchError(

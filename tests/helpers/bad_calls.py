@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -174,6 +175,8 @@ ARGUMENTS: list[Row] = [
     (lambda: rpc(create_env_fn="CartPoel-v1"), ARGUMENT, "CartPoel", "CartPole.*module:id"),
     (lambda: rpc(create_env_fn="CartPole-v99"), ARGUMENT, "CartPole-v99", "v1"),
     (lambda: rpc(create_env_fn=5), KIND, "create_env_fn=5", "env id or a callable"),
+    (lambda: rpc(create_env_fn=[]), ARGUMENT, r"create_env_fn=\[\]", "with at least one"),
+    (lambda: sync(create_env_fn=[]), ARGUMENT, r"create_env_fn=\[\]", "with at least one"),
     (lambda: rpc(create_env_fn=SamplingEnv()), ARGUMENT, "is an env .*Env", "callable that makes"),
     (lambda: rpc(create_env_fn=[SamplingEnv] * 3), ARGUMENT, "3 makers for 2", "envs_per_worker"),
     (lambda: sync(create_env_fn=spaced(observation=TEXT)), SPACE, "a Text", "in a wrapper"),
@@ -222,6 +225,8 @@ ARGUMENTS: list[Row] = [
     ),
     (lambda: sync(replay_buffer=[]), KIND, r"replay_buffer=\[\]", r"extend\(frames\) for a Te"),
     (lambda: sync(replay_buffer=5), KIND, "replay_buffer=5", r"extend\(frames\)"),
+    (lambda: sync(replay_buffer=Extends), KIND, "replay_buffer=<class", "an object with a method"),
+    (lambda: dc.RateLimited(Extends, 1), KIND, r"\(<class .*Extends'>\)", "must have extend"),
     (lambda: dc.RateLimited(5, 1.0), KIND, r"\(5\)", "extend"),
     (lambda: dc.RateLimited(Extends(), 0.0), ARGUMENT, "samples_per_insert=0.0", "above 0"),
     (lambda: dc.RateLimited(Extends(), 1, min_size=0), ARGUMENT, "min_size=0", "at least 1"),
@@ -267,6 +272,7 @@ ARGUMENTS: list[Row] = [
     ),
     (lambda: dc.Staleness(1, mode="wait"), ARGUMENT, "mode='wait'", "use 'pace', 'drop'"),
     (lambda: dc.Faults(min_workers=0), ARGUMENT, "min_workers=0", "1 or more"),
+    (lambda: rpc(faults=dc.Faults(min_workers=3)), ARGUMENT, "min_workers=3.*2 worker", "can join"),
     (lambda: dc.Faults(missing_share="none"), ARGUMENT, "='none'", "use 'survivors'"),
     (lambda: dc.WeightSync(backend="mpi"), ARGUMENT, "backend='mpi'", "use 'auto'"),
     (lambda: dc.WeightSync(wire_dtype="int8"), ARGUMENT, "wire_dtype='int8'", "use 'bfloat16'"),
@@ -277,6 +283,7 @@ ARGUMENTS: list[Row] = [
     (lambda: rpc(reset_when_done=False), ARGUMENT, "reset_when_done=False", "always reset"),
     (lambda: rpc(num_sub_threads=0), ARGUMENT, "num_sub_threads=0", "1 or more"),
     (lambda: rpc(collector_kwargs=5), KIND, "collector_kwargs=5", "must be a dict"),
+    (lambda: rpc(create_env_kwargs={"a": 1}), KIND, "kwargs={'a': 1}.*'CartP", "one that make"),
     (lambda: rpc(create_env_kwargs=[{}]), ARGUMENT, r"env_kwargs=\[{}\]", "one dict for each"),
     (lambda: rpc(collector_class="ray"), ARGUMENT, "collector_class='ray'", "several workers"),
     (lambda: rpc(ray_init_config={"num_cpus": 1}), ARGUMENT, "ray_init_config=", "a RayDataColl"),
@@ -558,6 +565,7 @@ RUNNING: list[Row] = [
         "leave worker_ids out",
     ),
     (lambda: used(sync(policy=nn.Linear(4, 2)), next), POLICY, "float32", "int64"),
+    (lambda: used(sync(), pickle.dumps), KIND, "SyncDataCollector can't be pickled", "state_dict"),
     (lambda: closed(next), STATE, "was shut down", "make a new one"),
     (lambda: used(sync(frames_per_batch=10**13), next), ARGUMENT, "470,000.0 GB", "a smaller fram"),
     (lambda: used(sync(), lambda c: c.log({"x": 10**400})), ARGUMENT, "'x'", "too many digits"),

@@ -8,6 +8,7 @@ import os
 import socket
 import struct
 import threading
+import time
 
 import pytest
 from helpers.join_server import (
@@ -28,6 +29,7 @@ from distcollect.common.process_exit import ProcessExit
 from distcollect.launch.supervisor import join
 from distcollect.net.framing import with_length
 from distcollect.net.handshake import Opening
+from distcollect.net.interfaces import LOOPBACK
 from distcollect.net.messages import (
     Exited,
     Goodbye,
@@ -185,3 +187,28 @@ def test_a_worker_of_another_trainer_that_sends_nonsense_owes_nothing(
     with pytest.raises(dc.WorkerLost):
         answer.result(SOON_S)
     transport.close()
+
+
+def test_says_what_it_waits_for(caplog: pytest.LogCaptureFixture) -> None:
+    """After 5 s, and at once if nobody knows the host's name."""
+    caplog.set_level("INFO", "distcollect")
+    with socket.create_server((LOOPBACK, 0)) as closed:
+        nobody = TrainerAddress(LOOPBACK, closed.getsockname()[1], TOKEN)
+    for host, limit_s in ((nobody, 6.0), (TrainerAddress("no.such.invalid", 1, TOKEN), 0.1)):
+        caplog.clear()
+        with pytest.raises(dc.LaunchError, match="could not reach the trainer"):
+            join(lambda host=host: host, SupervisorHello(rank=None), limit_s, name="this process")
+        (record,) = caplog.records
+        assert record.getMessage().startswith(
+            f"this process waits up to {limit_s:g} s for the trainer, at {host.host}:{host.port}, "
+            "and tries again: "
+        )
+
+
+def test_a_listener_that_does_not_answer_takes_no_longer_than_was_given() -> None:
+    with socket.create_server((LOOPBACK, 0)) as silent:
+        trainer = TrainerAddress(LOOPBACK, silent.getsockname()[1], TOKEN)
+        begin = time.monotonic()
+        with pytest.raises(dc.LaunchError, match=r"within 0\.5 s; .* did not answer the join"):
+            join(lambda: trainer, SupervisorHello(rank=None), 0.5, name="this process")
+        assert time.monotonic() - begin < 10

@@ -168,12 +168,19 @@ def test_of_checkpoints(tmp_path: Path) -> None:
             {"format": 1, "parts": {"model": fits.state_dict()}},
             (lambda: saves(path).load(), ARGUMENT, r"\['model'\], not \['part'\]", "the same ones"),
         ),
-        ({}, (lambda: saves(path).step(), STATE, "c.pt is from an", r"load\(\).* or remove")),
+        ({}, (lambda: saves(path).step(), STATE, "c.pt is from an earl", r"load\(\).* or remove")),
     ]
     try:
         for content, row in rows:
             torch.save(content, path)
             check(row)
+        first = saves(tmp_path / "d.pt")
+        first.save()
+        check((lambda: saves(first.path).step(), STATE, "from another Checkpoint of this", "load"))
+        whole = first.path.read_bytes()
+        for share in (0.0, 0.1, 0.5, 0.9):
+            path.write_bytes(whole[: int(share * len(whole))])
+            check((lambda: saves(path).load(), ARGUMENT, "c.pt can't be .*damaged", "remove it"))
     finally:
         signals.stop_watching()
 

@@ -180,16 +180,23 @@ def _translate_makers(names: Mapping[str, Any], arguments: dict[str, Any]) -> No
 def _with_kwargs(makers: Any, kwargs: Any) -> Any:
     """The env maker or makers, called with a dict for all or with one for each."""
     is_list = isinstance(makers, list | tuple)
+    for_each = kwargs
     if isinstance(kwargs, Mapping):
-        if not is_list:
-            return partial(makers, **kwargs)
-        kwargs = [kwargs] * len(makers)
-    if not is_list or len(kwargs) != len(makers):
+        for_each = [kwargs] * (len(makers) if is_list else 1)
+    elif not is_list or len(kwargs) != len(makers):
         raise ArgumentError(
             f"create_env_kwargs={kwargs!r}: a list needs one dict for each maker, and "
             "create_env_fn must be a list of makers then"
         )
-    return [partial(maker, **own) for maker, own in zip(makers, kwargs, strict=True)]
+    for maker in makers if is_list else [makers]:
+        if not callable(maker):
+            raise ArgumentTypeError(
+                f"create_env_kwargs={kwargs!r} and create_env_fn={maker!r}: only a callable takes "
+                "them; pass one that makes the env, as in lambda **kwargs: gymnasium.make(...)"
+            )
+    if not is_list:
+        return partial(makers, **for_each[0])
+    return [partial(maker, **own) for maker, own in zip(makers, for_each, strict=True)]
 
 
 def _read_numbers(arguments: dict[str, Any]) -> None:
