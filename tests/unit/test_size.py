@@ -14,7 +14,7 @@ from helpers.paths import ROOT
 
 PACKAGE = ROOT / "distcollect"
 LONGEST_MODULE = 450
-LIMITS = {PACKAGE: 29_913, PACKAGE / "commands": 2_028, ROOT / "tests": 38_799}
+LIMITS = {PACKAGE: 29_973, PACKAGE / "commands": 2_028, ROOT / "tests": 38_863}
 LIMITS |= {PACKAGE / "net": 1_416, PACKAGE / "transport": 1_213}
 
 
