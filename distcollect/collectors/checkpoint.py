@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import re
+import reprlib
 import shutil
 import socket
 import time
@@ -146,9 +147,10 @@ class Checkpoint:
         for name, part in parts.items():
             has_state = hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
             if not has_state and not isinstance(part, dict):
+                hint = checks.did_you_mean(name, ("every_s", "keep_last", "save_on_ctrl_c"))
                 raise ArgumentTypeError(
-                    f"{name}={type(part).__name__}: has no state_dict() and load_state_dict(); "
-                    "name objects that have both, or dicts"
+                    f"{name}={reprlib.repr(part)}{hint}: {type(part).__name__} has no state_dict() "
+                    "and load_state_dict(); name objects that have both, or dicts"
                 )
         collectors = [part for part in parts.values() if isinstance(part, DataCollectorBase)]
         if best is not None and not collectors:

@@ -368,6 +368,7 @@ class Prioritized(WrappedBuffer):
         if (ndim := num_dims(buffer)) != 1:
             raise ArgumentError(f"Prioritized: the storage has ndim={ndim}; it must have ndim=1")
         for name, value in (("alpha", alpha), ("beta", beta)):
+            checks.number(f"Prioritized({name}={value!r})", checks.plain(value))
             if not checks.plain(value) >= 0:
                 raise ArgumentError(f"Prioritized({name}={value!r}): must be 0 or more")
         self.beta = beta

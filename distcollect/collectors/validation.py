@@ -364,7 +364,9 @@ def _device(name: str, value: Any, *, here: bool) -> torch.device | None:
     try:
         device = torch.device(value)
     except (RuntimeError, TypeError) as error:
-        raise ArgumentError(f"{name}={value!r}: {error}") from error
+        if type(value) is not int or value < 0:
+            raise ArgumentError(f"{name}={value!r}: {error}") from error
+        device = torch.device("cuda", value)  # torch takes no number where it has no GPU
     if here and device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         known = [f"'cuda:{index}'" for index in range(torch.cuda.device_count())]
         reason = "" if torch.version.cuda else ", and its torch was built without CUDA"

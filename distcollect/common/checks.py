@@ -51,12 +51,13 @@ def above_zero(what: str, value: Any) -> None:
         ArgumentError: it is not above 0.
         ArgumentTypeError: it is no number.
     """
-    _number(what, value, "a number")
+    number(what, value)
     if not value > 0:
         raise ArgumentError(f"{what}: must be above 0")
 
 
-def _number(what: str, value: Any, kind: str) -> None:
+def number(what: str, value: Any, kind: str = "a number") -> None:
+    """Raise ArgumentTypeError unless ``value`` is a number."""
     if isinstance(value, bool) or not isinstance(value, float | int):
         raise ArgumentTypeError(f"{what}: must be {kind}")
 
@@ -77,7 +78,7 @@ def seconds(what: str, value: Any) -> float:
         ArgumentTypeError: it is no number.
     """
     limit_s: float = plain(value)
-    _number(what, limit_s, "a number of seconds")
+    number(what, limit_s, "a number of seconds")
     if not 0 < limit_s <= _LONGEST_S:
         raise ArgumentError(f"{what}: must be above 0 seconds, and at most 1e8 (three years)")
     return limit_s
@@ -134,9 +135,14 @@ def worker_ids(wanted: object, present: Sequence[int]) -> list[int] | None:
 
 def unknown_argument(name: str, known: Collection[str]) -> str:
     """Return the message for an argument that doesn't exist: first the name that may be meant."""
-    near = difflib.get_close_matches(name, known, n=1)
-    suggestion = f" (did you mean {near[0]!r}?)" if near else ""
-    return f"no argument {name!r}{suggestion}; there are: {', '.join(sorted(known))}"
+    return f"no argument {name!r}{did_you_mean(name, known)}; there are: {', '.join(sorted(known))}"
+
+
+def did_you_mean(name: str, known: Collection[str]) -> str:
+    """Return the question for the name that may be meant, in brackets; "" if none is near."""
+    meant = {"num_envs": "envs_per_worker"}.get(name)  # its name in other libraries
+    near = [meant] if meant in known else difflib.get_close_matches(name, known, n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
 
 
 def suggests_names(kind: type[T]) -> type[T]:

@@ -213,7 +213,7 @@ def _call_maker(maker: Any, row: int, context: EnvContext) -> Any:
     try:
         env = make()
     except users_errors() as err:
-        raise EnvError(f"env {row}: {name} raised {describe(err)}") from err
+        raise EnvError(f"env {row}: {name} raised {describe(err)}{_unbound(make)}") from err
     if not is_env(env):
         kind = f"{type(env).__module__}.{type(env).__qualname__}"
         raise EnvError(
@@ -222,6 +222,19 @@ def _call_maker(maker: Any, row: int, context: EnvContext) -> Any:
             "pettingzoo.utils.aec_to_parallel makes one)"
         )
     return env
+
+
+def _unbound(make: Callable[..., Any]) -> str:
+    """What to say of a maker that asks for arguments that it doesn't get."""
+    try:
+        inspect.signature(make).bind()
+    except ValueError:  # some builtins have no signature
+        return ""
+    except TypeError:
+        return (
+            ": only a parameter named context gets something, an EnvContext with the env's number"
+        )
+    return ""
 
 
 def _takes_context(maker: Callable[..., Any]) -> bool:

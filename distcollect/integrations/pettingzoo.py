@@ -15,7 +15,7 @@ from gymnasium.vector.utils import batch_space, iterate
 from distcollect.envs.base import OUTCOMES, Space
 from distcollect.envs.coercion import MisfitError, write
 from distcollect.envs.kinds import EnvKind
-from distcollect.errors import ArgumentError, EnvError, SpaceError
+from distcollect.errors import ArgumentError, ArgumentTypeError, EnvError, SpaceError
 from distcollect.rollout.spaces import Entries, flatten, leaves_of, unflatten
 
 ParallelEnv: TypeAlias = Any  # pettingzoo.ParallelEnv, which may not be installed
@@ -64,9 +64,14 @@ class PettingZooEnv(gym.Env[Tree, Tree]):
                 :func:`groups_by_name`.
 
         Raises:
+            ArgumentTypeError: ``env`` has no ``possible_agents``.
             ArgumentError: an agent is in no group, in two, or unknown.
             SpaceError: agents of a group have different spaces, or an entry has a reserved name.
         """
+        if not hasattr(env, "possible_agents"):
+            raise ArgumentTypeError(
+                f"PettingZooEnv({env!r}): must be a ParallelEnv that has possible_agents"
+            )
         self.env = env
         agents = list(env.possible_agents)
         self.groups = {

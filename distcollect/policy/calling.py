@@ -285,9 +285,12 @@ def to_tensor(value: Any, key: Key) -> torch.Tensor:
             value = torch.as_tensor(value)
         except (RuntimeError, TypeError, ValueError) as err:
             kind = "None" if value is None else type(value).__name__
+            hint = ": is its `return` missing?" if value is None else ""
+            if isinstance(value, tuple | list):
+                hint = ": give each of its parts a name of its own"
             raise PolicyError(
                 f"the policy returned {kind} as {'.'.join(key)!r}, which is not a tensor or "
-                "array-like: return one (None: is its `return` missing?)"
+                f"array-like{hint or ': return one'}"
             ) from err
     if value.requires_grad:  # also within no_grad(): a view of a parameter
         value = value.detach()

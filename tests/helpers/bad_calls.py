@@ -139,6 +139,14 @@ class Extends:
     def sample(self) -> None: ...
 
 
+class Indexed(Extends):
+    def __getitem__(self, index: Any) -> None: ...
+
+
+def prioritized(**given: Any) -> dc.Prioritized:
+    return dc.Prioritized(Indexed(), **given)
+
+
 def extra(written: Callable[[Any], dict[str, Any]]) -> Any:
     return sync(policy=lambda o: (torch.zeros(1).long(), written(o)))
 
@@ -232,6 +240,14 @@ ARGUMENTS: list[Row] = [
     (lambda: dc.RateLimited(Extends(), 1, min_size=0), ARGUMENT, "min_size=0", "at least 1"),
     (lambda: dc.RateLimited(Extends(), 1, slack=-1), ARGUMENT, "slack=-1", "0 or more"),
     (lambda: dc.Prioritized([]), KIND, r"Prioritized\(\[\]\)", r"extend\(\)"),
+    *(
+        (lambda g=given: prioritized(**g), KIND, f"^Prioritized.{value}", "must be a number")
+        for given, value in [
+            ({"alpha": "x"}, "alpha='x'"),
+            ({"beta": "0.4"}, "beta='0.4'"),
+            ({"beta": None}, "beta=None"),
+        ]
+    ),
     (lambda: dc.RateLimited(Extends(), 1, timeout_s=0), ARGUMENT, "timeout_s=0", "above 0"),
     (lambda: dc.RateLimited(Extends(), 1).sample(), STATE, "too few frames", r"start\(\)"),
     (lambda: rpc(info_keys="success"), KIND, "^info_keys='success'", r"\['success'\]"),
@@ -278,6 +294,8 @@ ARGUMENTS: list[Row] = [
     (lambda: dc.WeightSync(wire_dtype="int8"), ARGUMENT, "wire_dtype='int8'", "use 'bfloat16'"),
     (lambda: dc.WeightSync(exclude="critic.*"), KIND, r"exclude='critic\.\*'", "list of patterns"),
     (lambda: sync(frames_per_bach=5), KIND, "'frames_per_bach'", "there are: .*frames_per_batch"),
+    (lambda: rpc(num_envs=2), KIND, "'num_envs'", "did you mean 'envs_per_worker'"),
+    (lambda: dc.PettingZooEnv(object()), KIND, r"PettingZooEnv\(<object", "possible_agents"),  # type: ignore[arg-type]
     (lambda: rpc(launcher="submitit"), ARGUMENT, "launcher='submitit'", "distcollect.run"),
     (lambda: rpc(backend="mpi"), ARGUMENT, "backend='mpi'", "use 'gloo'"),
     (lambda: rpc(reset_when_done=False), ARGUMENT, "reset_when_done=False", "always reset"),
@@ -356,6 +374,10 @@ ARGUMENTS: list[Row] = [
     (lambda: sync(policy_device="cuda:99"), ARGUMENT, "policy_device='cuda:99'", "'cpu'"),
     (lambda: rpc(storing_device="cuda:99"), ARGUMENT, "storing_device='cuda:99'", "this process"),
     (lambda: rpc(device="cuda:99"), ARGUMENT, "^device='cuda:99': .*GPU", "use .*'cpu'"),
+    *(
+        (lambda n=name: sync(**{n: 99}), ARGUMENT, f"^{name}='cuda:99': .*GPU", "'cpu'")
+        for name in ("device", "storing_device", "env_device", "policy_device")
+    ),
     (lambda: rpc(weight_sync="nccl"), KIND, "weight_sync='nccl'", r"distcollect.WeightSync\("),
     (lambda: sync(faults={"max_restarts": 1}), KIND, "'max_restarts'", r"distcollect.Faults\("),
     (lambda: rpc(sync="false"), KIND, "sync='false'", "True or False"),
@@ -398,7 +420,8 @@ ARGUMENTS: list[Row] = [
     (lambda: sync(trace="/no/such/trace.json"), ARGUMENT, "/no/such/trace.json", "that exists"),
     (lambda: sync(trace=5), KIND, "trace=5", "path of a file"),
     (lambda: dc.Checkpoint("/"), ARGUMENT, "nothing to save", "policy=policy"),
-    (lambda: dc.Checkpoint(step=3), KIND, "step=int: has no state_dict", "have both"),  # type: ignore[arg-type]
+    (lambda: dc.Checkpoint(step=3), KIND, "step=3: int has no state_dict", "have both"),  # type: ignore[arg-type]
+    (lambda: saves("c.pt", keep_lst=3), KIND, "^keep_lst=3", "did you mean 'keep_last'"),
     (lambda: saves(__file__ + "/c.pt"), ARGUMENT, "bad_calls.py is a file", "another file"),
     (lambda: saves("/"), ARGUMENT, r"'/'\): is a folder", "another file"),
     (lambda: saves(5), KIND, r"Checkpoint\(5\)", "path of a file"),
@@ -419,6 +442,12 @@ ARGUMENTS: list[Row] = [
 
 RUNNING: list[Row] = [
     (lambda: sync(create_env_fn=raising_maker), ENV, "env 0.*OSError: no lic", "raising_maker"),
+    (
+        lambda: sync(create_env_fn=lambda rank: 5),
+        ENV,
+        "argument: 'rank'",
+        "parameter named context",
+    ),
     (lambda: sync(create_env_fn=lambda: 5), ENV, "returned a builtins.int", "gymnasium Env"),
     (
         lambda: sync(create_env_fn=spaced(seen=np.zeros(4, np.float32))),
@@ -517,6 +546,12 @@ RUNNING: list[Row] = [
     ),
     (lambda: sync(policy=Stateless()), POLICY, r"initial_state\(\) raised", "OSError: no"),
     (lambda: recurrent(5, {}), POLICY, "returned a int", "must be a dict"),
+    (
+        lambda: recurrent({"h": (torch.zeros(1, 3), torch.zeros(1, 3))}, {}),
+        POLICY,
+        "returned tuple as 'h'",
+        "each of its parts a name of its own$",
+    ),
     (lambda: recurrent({"h": torch.zeros(3)}, {}), POLICY, r"\[3\]", "1 envs"),
     (lambda: recurrent({"h": torch.zeros(1, 3)}, {}), POLICY, "no 'h'", "whole state"),
     (

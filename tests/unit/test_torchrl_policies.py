@@ -326,3 +326,47 @@ def test_buffers_have_seen_nothing_but_the_frames(zoo: Any) -> None:
         assert norm.num_batches_tracked == 0
         found.next()
         assert norm.num_batches_tracked == 4
+
+
+def chosen_by(choose: Any, out: str = "action") -> Mod:
+    return Mod(lambda observation: choose(), ["observation"], [out])
+
+
+@pytest.mark.parametrize(
+    ("name", "action", "message"),
+    [
+        ("Pendulum-v1", [math.nan], r"action \[nan\] for env 0 .*look for NaN"),
+        ("CartPole-v1", 1, r"action 1 for env 0 .*OneHot of shape \[2\]"),
+        ("CartPole-v1", [1, 1], r"action \[1, 1\] for env 0 .*OneHot"),
+    ],
+)
+def test_an_action_that_no_env_takes(zoo: Any, name: str, action: Any, message: str) -> None:
+    policy = chosen_by(lambda: torch.tensor(action))
+    with pytest.raises(dc.PolicyError, match=message):
+        dc.SyncDataCollector(lambda: zoo.GymEnv(name), policy, frames_per_batch=4)
+
+
+def test_no_action(zoo: Any) -> None:
+    policy = chosen_by(lambda: torch.zeros(1), "act")
+    with pytest.raises(dc.PolicyError, match=r"wrote no 'action' for env 0 .*out_keys"):
+        dc.SyncDataCollector(lambda: zoo.GymEnv("Pendulum-v1"), policy, frames_per_batch=4)
+
+
+def test_a_later_action_for_which_an_env_raises(zoo: Any) -> None:
+    actions = iter([1, 1, 1, 7])
+    policy = chosen_by(lambda: torch.tensor(next(actions)))
+    env = zoo.GymEnv("CartPole-v1", categorical_action_encoding=True)
+    with (
+        dc.SyncDataCollector(env, policy, frames_per_batch=4) as collector,
+        pytest.raises(dc.PolicyError, match=r"action 7 for env 0 .*CategoricalBox\(n=2\)"),
+    ):
+        collector.next()
+
+
+def test_actions_that_envs_take(zoo: Any) -> None:
+    """Those outside of a Box, and whole numbers as floats."""
+    for name, action in [("Pendulum-v1", [9.0]), ("CartPole-v1", [0.0, 1.0])]:
+        policy = chosen_by(lambda action=action: torch.tensor(action))
+        env = zoo.GymEnv(name)
+        with dc.SyncDataCollector(env, policy, frames_per_batch=4) as collector:
+            assert collector.next()["action"].tolist() == [action] * 4
