@@ -19,7 +19,7 @@ from distcollect.engine.base import EngineBase, seed_global_generators
 from distcollect.engine.plan import WorkerPlan
 from distcollect.engine.trajectories import Trajectories
 from distcollect.envs.base import Fault
-from distcollect.errors import ArgumentError, EnvError, PolicyError
+from distcollect.errors import ArgumentError, EnvError
 from distcollect.integrations.torchrl.envs import TorchRLEnvs
 from distcollect.integrations.torchrl.policy import TensorDictPolicy
 from distcollect.integrations.torchrl.specs import layout_of
@@ -237,10 +237,6 @@ class TensorDictEngine(EngineBase):
 
         Steps that other envs had made are lost, as there is no frame for the row of the env.
         """
-        try:
-            self._policy.check_actions(self._td)
-        except PolicyError as wrong:
-            raise wrong from error
         self.counter.add(self.envs.num_stepped)
         self.counter.lose("env_failed", self.envs.num_stepped)
         td = self._rebuilt(error)

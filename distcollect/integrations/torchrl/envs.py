@@ -7,7 +7,7 @@ only imported when the user passes a TorchRL env, and has thus imported torchrl 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -127,9 +127,9 @@ class TorchRLEnvs(Envs):
         """
         frames, starts = [], []
         is_one = len(self.members) == 1
-        for row, (env, part) in enumerate(self.parts(td)):
+        for row, part in enumerate([td] if is_one else td.unbind(0)):
             try:
-                frame, start = env.step_and_maybe_reset(part)
+                frame, start = self.members[row].step_and_maybe_reset(part)
             except users_errors() as error:
                 # If it has stepped already, its reset raised.
                 was_stepped = "next" in part
@@ -139,11 +139,6 @@ class TorchRLEnvs(Envs):
             frames.append(frame)
             starts.append(start)
         return _joined(frames), _joined(starts)
-
-    def parts(self, td: TensorDictBase) -> Iterable[tuple[TorchRLEnv, TensorDictBase]]:
-        """Each env, and its part of ``td``."""
-        each = [td] if len(self.members) == 1 else td.unbind(0)
-        return zip(self.members, each, strict=True)
 
     def choose_randomly(self, td: TensorDictBase) -> TensorDictBase:
         """Write random actions into ``td``."""

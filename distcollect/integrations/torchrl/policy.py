@@ -6,7 +6,6 @@ This module imports torchrl, and is imported only where TorchRL envs are stepped
 from __future__ import annotations
 
 import contextlib
-import reprlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -16,7 +15,6 @@ from tensordict import TensorDictBase, is_tensor_collection
 from tensordict.nn import TensorDictModuleBase, set_interaction_type
 from torch import nn
 from torch.distributions import Distribution
-from torchrl.data import Stacked
 from torchrl.envs import InitTracker
 from torchrl.modules.tensordict_module.exploration import set_exploration_modules_spec_from_env
 
@@ -87,7 +85,6 @@ class TensorDictPolicy:
             set_exploration_modules_spec_from_env(whole, envs.members[0])
         if callable(bind := getattr(policy, "set_action_spec_from_env", None)):
             bind(envs.members[0])
-        self._envs = envs
         self._exploration = exploration
         self._action_keys = list(envs.members[0].action_keys)
         device, env_device = gpus.numbered(device), gpus.numbered(env_device)
@@ -166,8 +163,8 @@ class TensorDictPolicy:
             The copy, with the outputs.
 
         Raises:
-            PolicyError: the policy raised, its distribution has not the value that the
-                exploration type asks for, or no env can take its actions.
+            PolicyError: the policy raised, or its distribution has not the value that the
+                exploration type asks for.
         """
         copied = td.clone()
         with random_state_restored(), buffers_restored(self.module), self.exploring():
@@ -177,30 +174,7 @@ class TensorDictPolicy:
             for value in copied.select(*self._action_keys).values(True, True):
                 if value.is_floating_point() and value.isnan().all():
                     raise self._exploration.undefined()
-        self.check_actions(copied)
         return copied
-
-    def check_actions(self, td: TensorDictBase) -> None:
-        """Refuse what no env can take. Bounds of continuous actions, and masks, don't count.
-
-        Raises:
-            PolicyError: an action is missing, not in its spec of whole numbers, NaN or infinite.
-        """
-        for row, (env, part) in enumerate(self._envs.parts(td)):
-            for key, spec in env.full_action_spec.items(True, True):
-                if key not in part.keys(True):
-                    raise PolicyError(
-                        f"the policy wrote no {key!r} for {self._envs.name(row)}: it must write "
-                        "one; a TensorDictModule must have it among its out_keys"
-                    )
-                if isinstance(spec, Stacked):
-                    continue  # of agents that differ: their actions may be no single tensor
-                value = part.get(key)
-                if isinstance(value, torch.Tensor) and (wanted := _misfit(value, spec)):
-                    raise PolicyError(
-                        f"the policy returned the action {reprlib.repr(value.tolist())} for "
-                        f"{self._envs.name(row)}: it must return {wanted}"
-                    )
 
 
 class _Wrapped:
@@ -254,19 +228,6 @@ class _Wrapped:
         if is_other and value.is_floating_point() and value.dtype is not self._dtype:
             return value.to(self._dtype)
         return value
-
-
-def _misfit(value: torch.Tensor, spec: Any) -> str | None:
-    """What an action must be; None if it is."""
-    if not value.isfinite().all():
-        return "finite numbers: look for NaN in its input, and in its weights"
-    if spec.domain != "discrete" or getattr(spec, "mask", None) is not None:
-        return None
-    # Some distributions draw whole numbers as floats, and envs take them.
-    as_spec = value.to(device=spec.device, dtype=spec.dtype)
-    if value.shape == spec.shape and spec.is_in(as_spec):
-        return None
-    return f"what its spec has: {type(spec).__name__} of shape {list(spec.shape)}, {spec.space}"
 
 
 def _write(td: TensorDictBase, entries: Iterable[tuple[Any, Any]]) -> None:
