@@ -14,7 +14,7 @@ from helpers.paths import ROOT
 
 PACKAGE = ROOT / "distcollect"
 LONGEST_MODULE = 450
-LIMITS = {PACKAGE: 29_993, PACKAGE / "commands": 2_028, ROOT / "tests": 38_923}
+LIMITS = {PACKAGE: 29_993, PACKAGE / "commands": 2_028, ROOT / "tests": 38_925}
 LIMITS |= {PACKAGE / "net": 1_423, PACKAGE / "transport": 1_204}
 
 

@@ -69,7 +69,7 @@ def _interface(report: HostReport) -> Iterator[tuple[str, str, str]]:
         wanted = tuple(part.lstrip("=") for part in value.split(",") if not part.startswith("^"))
         if wanted and not any(known.startswith(wanted) for known in report.interfaces):
             # The host's interfaces aren't named here: hosts differ, and one mistake is one problem.
-            problem = f"{name}={value}, but the host has no such interface (see: ip -br link)"
+            problem = f"{name}={value}, but the host has no such interface (ip -br link)"
             remedy = f"unset {name}: distcollect uses the interface that leads to the trainer"
             yield "interface", problem, remedy
 
