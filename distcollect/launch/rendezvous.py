@@ -12,13 +12,14 @@ import shlex
 import socket
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from distcollect.common.waiting import Reminder
 from distcollect.errors import ArgumentError, LaunchError
 from distcollect.launch.run_folder import SECRET_VARIABLE, TOKEN_VARIABLE, RunFolder
 from distcollect.launch.topology import Launch, Launcher
@@ -147,24 +148,30 @@ def _address_among_hosts(launch: Launch, store: Any) -> str:
         return address
     # Torchrun's store is on this host, so only ranks on other hosts know the route between us. One
     # of them is enough: another may have died.
-    awaited, began = list(range(1, launch.world_size)), time.monotonic()
-    while awaited:
-        for rank in [rank for rank in awaited if store.check([f"{_ADDRESS_KEY}/{rank}"])]:
-            awaited.remove(rank)
-            if theirs := store.get(f"{_ADDRESS_KEY}/{rank}").decode():
-                return route_to(theirs)
-        waited_s = time.monotonic() - began
-        if awaited and waited_s > RENDEZVOUS_TIMEOUT_S:
+    keys = {rank: f"{_ADDRESS_KEY}/{rank}" for rank in range(1, launch.world_size)}
+    began = time.monotonic()
+    reminder = Reminder(began)
+    while missing := [rank for rank, key in keys.items() if not store.check([key])]:
+        if theirs := _announced(store, keys.keys() - missing):
+            return route_to(theirs)
+        now = time.monotonic()
+        if now - began > RENDEZVOUS_TIMEOUT_S:
             raise LaunchError(
-                f"ranks {awaited} did not announce their address within {RENDEZVOUS_TIMEOUT_S:g} "
+                f"ranks {missing} did not announce their address within {RENDEZVOUS_TIMEOUT_S:g} "
                 "s: look at their own output. Does every rank call distcollect.run(main)?"
             )
-        if awaited:
-            with contextlib.suppress(_dist().DistError):
-                store.wait([f"{_ADDRESS_KEY}/{awaited[0]}"], timedelta(seconds=_LOOK_AGAIN_S))
-            if waited_s > _LOOK_AGAIN_S:
-                log.warning("waiting for the address of one of the ranks %s", awaited)
-    return LOOPBACK  # all workers of this trainer are on its own host
+        if reminder.is_due(now):
+            log.warning("waiting for the address of one of the ranks %s", missing)
+        with contextlib.suppress(_dist().DistError):
+            store.wait([keys[missing[0]]], timedelta(seconds=_LOOK_AGAIN_S))
+    theirs = _announced(store, keys)
+    return route_to(theirs) if theirs else LOOPBACK  # all workers are on the trainer's own host
+
+
+def _announced(store: Any, ranks: Iterable[int]) -> str:
+    """The address of one of these ranks; "": they are all on the trainer's host."""
+    addresses = (store.get(f"{_ADDRESS_KEY}/{rank}").decode() for rank in ranks)
+    return next(filter(None, addresses), "")
 
 
 def _torchrun_store(launch: Launch) -> Any:
