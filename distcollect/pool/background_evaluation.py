@@ -91,12 +91,10 @@ class Evaluators:
                 # Newer weights may have reached the worker before it began.
                 evaluated = int(answer.result().policy_version[0])
                 result = self._renumbered(answer.result())
-            if result is not None:
-                self._parts.setdefault(evaluated, []).append(result)
+                self._parts.setdefault(evaluated, []).append(answer.result())
             # Once no other worker plays this version, or has it to play next.
             awaited = {*self._busy.values(), *(self._newest[w] for w in self._busy)}
             for version in self._parts.keys() - awaited:
-                # Again: the run may have been resumed meanwhile.
                 parts = [*filter(None, map(self._renumbered, self._parts.pop(version)))]
                 if parts:
                     self._stats_recorder.evaluated(Evaluation.joined(parts))
