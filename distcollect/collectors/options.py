@@ -533,17 +533,20 @@ class WorkerOptions(CollectorOptions):
             )
         return self.num_to_start - num_evaluating
 
+    @property
+    def is_open(self) -> bool:
+        """Return True if workers on other hosts may be there, or join later."""
+        given = self.listen or os.environ.get(LISTEN) or self.placer is not None or current()
+        return not self.is_local and bool(given)
+
     def _check_least(self) -> None:
         """Refuse ``Faults(min_workers=)`` above the workers that collect, if none can join later.
 
         Raises:
             ArgumentError: it is above them.
         """
-        may_join = not self.is_local and (
-            self.listen or os.environ.get(LISTEN) or self.placer is not None or current()
-        )
         least = self.fault_limits.min_workers
-        if least > self.num_collecting and not may_join:
+        if least > self.num_collecting and not self.is_open:
             raise ArgumentError(
                 f"Faults(min_workers={least}): only {counted(self.num_collecting, 'worker')} will "
                 "collect, and no more can join"

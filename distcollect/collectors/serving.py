@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,7 +17,6 @@ from distcollect.errors import ArgumentError
 from distcollect.inference.protocol import Serving
 from distcollect.inference.remote_policy import served
 from distcollect.launch.open_hosts import WantedHosts, current
-from distcollect.launch.rendezvous import LISTEN
 from distcollect.policy.noise import with_noise_of
 from distcollect.roster.manager import Workers
 
@@ -73,11 +71,10 @@ def chosen(options: WorkerOptions) -> tuple[str, str]:
     except ArgumentError as error:
         where, why = "worker", str(error)
     else:
-        others = (current(), options.placer, options.listen, os.environ.get(LISTEN))
-        if options.is_local or not any(others):
-            where, why = _measured(options)
-        else:  # what is measured here says little of other hosts
+        if options.is_open:  # what is measured here says little of other hosts
             where, why = "worker", f"inference={inference} needs workers of this host alone"
+        else:
+            where, why = _measured(options)
     choice = f"Inference('auto') chose {where!r}: {why}"
     log.info("%s", choice)
     return where, choice
