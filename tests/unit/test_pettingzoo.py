@@ -121,12 +121,7 @@ def test_observations_that_their_space_can_not_hold(dtype: Any, value: Any, misf
             return dict.fromkeys(self.agents, value if self.count else np.zeros(2, dtype))
 
     maker = partial(Odd, spaces.Box(0, 100, (2,), dtype))
-    faults = dc.Faults(max_env_faults=0)
-    with (
-        pytest.raises(dc.EnvError, match=f"observation of 'ant_0' has a part .*{misfit}"),
-        dc.SyncDataCollector(maker, frames_per_batch=4, faults=faults) as collector,
-    ):
-        collector.next()
+    check_raises(maker, f"observation of 'ant_0' has a part .*{misfit}")
 
 
 def test_rewards_of_agents_that_are_not_finite() -> None:
@@ -137,10 +132,15 @@ def test_rewards_of_agents_that_are_not_finite() -> None:
             seen, _, *rest = super().step(actions)
             return seen, {"ant_0": 1e39, "ant_1": -1e39, "bee": 1.0}, *rest
 
+    check_raises(Rich, r"the ant\.reward, as float32, is inf")
+
+
+def check_raises(maker: Any, match: str) -> None:
+    """A batch of these envs raises such an EnvError."""
     faults = dc.Faults(max_env_faults=0)
     with (
-        pytest.raises(dc.EnvError, match=r"the ant\.reward, as float32, is inf"),
-        dc.SyncDataCollector(Rich, frames_per_batch=4, faults=faults) as collector,
+        pytest.raises(dc.EnvError, match=match),
+        dc.SyncDataCollector(maker, frames_per_batch=4, faults=faults) as collector,
     ):
         collector.next()
 
