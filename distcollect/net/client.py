@@ -295,8 +295,13 @@ def join(
         # A name that nobody knows may be mistyped, or that of a pod that is not ready yet.
         is_long = time.monotonic() - begin > _SAY_AFTER_S or isinstance(problem, socket.gaierror)
         if is_long and not has_said:
-            log.info("%s waits up to %g s for the trainer%s and tries again: %s",
-                name, timeout_s, where or ",", problem)  # fmt: skip
+            log.info(
+                "%s waits up to %g s for the trainer%s and tries again: %s",
+                name,
+                timeout_s,
+                where or ",",
+                problem,
+            )
             has_said = True
         time.sleep(pause_s)
         pause_s = min(1.1 * pause_s, _LONGEST_RETRY_S)

@@ -14,8 +14,8 @@ from helpers.paths import ROOT
 
 PACKAGE = ROOT / "distcollect"
 LONGEST_MODULE = 450
-LIMITS = {PACKAGE: 29_993, PACKAGE / "commands": 2_028, ROOT / "tests": 38_925}
-LIMITS |= {PACKAGE / "net": 1_423, PACKAGE / "transport": 1_204}
+LIMITS = {PACKAGE: 29_999, PACKAGE / "commands": 2_028, ROOT / "tests": 38_922}
+LIMITS |= {PACKAGE / "net": 1_428, PACKAGE / "transport": 1_204}
 
 
 def code_lines(path: Path) -> int:
