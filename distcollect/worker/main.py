@@ -116,7 +116,11 @@ def _join(boot: WorkerBoot) -> ControlConnection:
         )
         return connection
     connection = ControlConnection(trainer.host, 0, _JOIN_TIMEOUT_S, fd=boot.control_fd)
-    connection.join(hello, trainer.token, _JOIN_TIMEOUT_S)
+    try:
+        connection.join(hello, trainer.token, _JOIN_TIMEOUT_S)
+    except ConnectionError:
+        # Its trainer has ended, as by Ctrl-C, or says itself that a worker doesn't join.
+        raise SystemExit(1) from None
     return connection
 
 
