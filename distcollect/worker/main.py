@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import multiprocessing
 import os
@@ -53,6 +54,8 @@ def main(boot: WorkerBoot) -> None:
     counter = StepCounter.inherited(boot.counters_fd)
     errors.worker_pid = os.getpid()
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    if not faulthandler.is_enabled():
+        faulthandler.enable(all_threads=False)  # shows the line where a native library crashed
     # As libgomp reads it: "4,2" has a number for each level of nesting, and it ignores "auto".
     threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     if not threads.isdecimal() or not int(threads):
