@@ -79,7 +79,7 @@ class SerialThread:
 
     def __init__(self, name: str) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=do_jobs, args=(self._jobs,), name=name, daemon=True)
         self._thread.start()
 
     def submit(self, function: Callable[..., T], *args: Any) -> Future[T]:
@@ -112,9 +112,6 @@ class SerialThread:
     def is_current(self) -> bool:
         """Return True if the calling thread is this one."""
         return threading.current_thread() is self._thread
-
-    def _run(self) -> None:
-        do_jobs(self._jobs)
 
 
 def do_jobs(jobs: queue.SimpleQueue[Callable[[], object] | None]) -> None:

@@ -12,7 +12,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -55,13 +55,12 @@ from distcollect.roster.membership import PRESENT, Membership, MembershipCommand
 from distcollect.roster.plans import PlanSender
 from distcollect.roster.posted import posted
 from distcollect.roster.process import Process, ProcessKey, message_of, mismatch
-from distcollect.roster.remote_servers import name_servers
 from distcollect.roster.start_report import start_report
 from distcollect.roster.status import Status
 from distcollect.roster.worker_ends import WorkerEnd
 from distcollect.transport.protocol import Transport
 from distcollect.transport.start import TCP
-from distcollect.transport.worker_service import WorkerInfo
+from distcollect.transport.worker_service import WorkerInfo, WorkerService
 
 log = logging.getLogger(__name__)
 
@@ -123,12 +122,10 @@ class Lifecycle(HostEvents):
         self._membership = Membership(*timeouts_s, *restarts, status.evaluating)
         self._observer = MembershipObserver()
         self._is_observed = False
-        self._deaths: dict[int, str] = {}
         # Slots for which no supervisor will come, and why.
         self._given_up: dict[int, str] = {}
         self._answered: deque[ProcessKey] = deque()  # processes that answered a ping
         self.processes: dict[ProcessKey, Process] = {}
-        self._name_servers = partial(name_servers, hosts, transport, self.processes)
         self.gpus: dict[int, str] = {}
         for worker_id in range(num_first):
             self._membership.open(worker_id, time.monotonic())
@@ -279,8 +276,7 @@ class Lifecycle(HostEvents):
 
     @posted
     def _probed(self, process: Process, answer: Future[WorkerInfo]) -> None:
-        error = answer.exception()
-        if error is not None:
+        if (error := answer.exception()) is not None:
             self._fail_process(process, error)
             return
         info = answer.result()
@@ -301,6 +297,15 @@ class Lifecycle(HostEvents):
         self._observer.join(*process.key, process.peer, info.server)
         if info.socket:
             self._name_servers(self.processes.values())
+
+    def _name_servers(self, workers: Iterable[Process]) -> None:
+        """Tell workers where the inference server is that they ask, if it is ready."""
+        for worker in workers:  # those that can't be reached yet are not told
+            slot, is_remote = self._hosts.server_for(worker.worker_id)
+            server = None if slot is None else self._current(slot)
+            if server is not None and server.info is not None:
+                place = server.info.endpoint if is_remote else server.info.socket
+                self._transport.call(worker.peer, WorkerService.ask_server_at, place)
 
     @posted
     def observe(self, observer: MembershipObserver) -> None:
@@ -379,14 +384,11 @@ class Lifecycle(HostEvents):
         if process is None or not self._drain(process):
             return
         process.is_retired = True
-        why = f"it was retired, as it took {num_bytes / 1e9:.2f} GB of memory"
-        process.failure = WorkerLost(why, worker_id=worker_id)
+        took, limit = f"{num_bytes / 1e9:.2f} GB of memory", self._faults.max_worker_bytes
+        process.failure = WorkerLost(f"it was retired, as it took {took}", worker_id=worker_id)
         log.warning(
-            "%s takes %.2f GB of memory, more than Faults(max_worker_bytes=%s): it is replaced "
-            "after its rollout",
-            self._name(process.worker_id),
-            num_bytes / 1e9,
-            self._faults.max_worker_bytes,
+            "%s takes %s, more than Faults(max_worker_bytes=%s): it is replaced after its rollout",
+            *(self._name(worker_id), took, limit),
         )
 
     def _drain(self, process: Process) -> bool:
@@ -477,7 +479,6 @@ class Lifecycle(HostEvents):
         left = self._membership.state(worker_id) is WorkerState.LEFT
         stopping = self._status.is_stopping
         failure, cause = process.death(left=left), process.cause(left=left, stopping=stopping)
-        self._deaths[worker_id] = message_of(failure)
         self._publish()  # first: who waits for ends looks at the states
         self._status.ends.note(worker_id, WorkerEnd(failure, is_hang=cause == "hung"))
         stepped = None if process.exit is None else process.exit.stepped
@@ -525,7 +526,8 @@ class Lifecycle(HostEvents):
             hopeful = max(hopeful, self._hosts.num_workers(None) - len(gone))
         if hopeful >= least or (self._hosts.is_elastic and self._hosts.placer is None):
             return None
-        deaths = sorted((self._deaths | self._given_up).items())
+        ends = {w: message_of(end.error) for w, end in self._status.ends.known().items()}
+        deaths = sorted((ends | self._given_up).items())
         others = [f"{slot_name(w)}: {d}" for w, d in deaths if w != worker_id]
         before = f"; before that {'; '.join(others)}" if others else ""
         why = self._given_up.get(worker_id) or message_of(failure)

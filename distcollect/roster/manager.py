@@ -227,17 +227,13 @@ class Workers:
         """
 
         def is_over() -> bool:
-            self._check_start()
+            if self._status.failure is not None:
+                raise self._status.failure
+            if self._status.is_stopping:
+                raise CollectorStateError("the launch ended while workers were awaited")
             return is_done()
 
         return wait_for(self._status.changed, is_over, limit_s)
-
-    def _check_start(self) -> None:
-        """Raise what keeps workers from joining, if anything does."""
-        if self._status.failure is not None:
-            raise self._status.failure
-        if self._status.is_stopping:
-            raise CollectorStateError("the launch ended while workers were awaited")
 
     def _await_start(self) -> None:
         """Wait until the first process in every slot is ready, and one at least."""

@@ -62,17 +62,8 @@ def main(boot: WorkerBoot) -> None:
     if not isinstance(welcome, WorkerWelcome):
         raise LaunchError(f"the trainer answered a worker by {welcome}")
     for_others = partial(PeerListener, connection, boot.trainer.token)
-    worker = Worker(
-        boot.worker_id,
-        incarnation=boot.incarnation,
-        peer=welcome.peer,
-        address=connection.local_address,
-        counts=counter,
-        first_traj_id=boot.settings.first_traj_id,
-        host_cores=boot.host_cores,
-        token=boot.trainer.token,
-        listen=for_others,
-    )
+    address = connection.local_address
+    worker = Worker(boot, peer=welcome.peer, address=address, counter=counter, listen=for_others)
     endpoint = _serve(worker, welcome, connection, for_others)
 
     may_exit = threading.Event()
