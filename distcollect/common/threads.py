@@ -10,11 +10,12 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from distcollect.common.forks import only_here
 from distcollect.common.waiting import answer
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
@@ -122,3 +123,26 @@ def do_jobs(jobs: queue.SimpleQueue[Callable[[], object] | None]) -> None:
         except Exception:
             log.exception("a job of a thread raised")
         del job  # else it would live until the next one comes
+
+
+class Posts(Protocol):
+    """An object that belongs to one thread.
+
+    Attributes:
+        post: has that thread call a function.
+    """
+
+    post: Callable[[Callable[[], None]], Any]
+
+
+S = TypeVar("S", bound=Posts)
+
+
+def posted(method: Callable[Concatenate[S, P], None]) -> Callable[Concatenate[S, P], None]:
+    """Let a method be called on any thread: the one that the object belongs to runs it."""
+
+    def post(self: S, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        self.post(partial(method, self, *args, **kwargs))
+
+    post.__doc__ = method.__doc__
+    return post

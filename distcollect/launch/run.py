@@ -32,6 +32,7 @@ from distcollect.launch.supervisor import supervise
 from distcollect.launch.topology import Launch, Launcher, own_name
 from distcollect.launch.worker_hosts import WorkerHosts
 from distcollect.net.interfaces import LOOPBACK
+from distcollect.net.messages import Goodbye
 
 log = logging.getLogger(__name__)
 
@@ -142,8 +143,8 @@ def _train(
             resumes = folder is not None and (is_interrupted or bool(folder.later_start()))
             # Torchrun starts ranks again only if all have failed. Under other launchers, ranks
             # that fail after the trainer would hide the cause.
-            ranks_fail = launch.launcher is Launcher.TORCHRUN
-            hosts.close(failed=failed, ranks_fail=ranks_fail, resumes=resumes)
+            ranks_fail = failed and launch.launcher is Launcher.TORCHRUN
+            hosts.close(Goodbye(ranks_fail), Goodbye(failed, resumes))
     if owner.is_here:
         call.end_what_it_left(exiting)
     if exiting is not None:

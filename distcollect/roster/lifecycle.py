@@ -20,6 +20,7 @@ from typing import Any
 from distcollect.common.peer_ids import identity
 from distcollect.common.process_exit import ProcessExit
 from distcollect.common.shared_memory import sample_of_memory
+from distcollect.common.threads import posted
 from distcollect.config import Faults
 from distcollect.engine.pickled_plan import PickledPlan
 from distcollect.errors import (
@@ -53,11 +54,8 @@ from distcollect.results import WorkerState
 from distcollect.roster.interfaces import MembershipObserver
 from distcollect.roster.membership import PRESENT, Membership, MembershipCommand, Ping, Start
 from distcollect.roster.plans import PlanSender
-from distcollect.roster.posted import posted
-from distcollect.roster.process import Process, ProcessKey, message_of, mismatch
-from distcollect.roster.start_report import start_report
-from distcollect.roster.status import Status
-from distcollect.roster.worker_ends import WorkerEnd
+from distcollect.roster.process import Process, ProcessKey, message_of, mismatch, start_report
+from distcollect.roster.status import Status, WorkerEnd
 from distcollect.transport.protocol import Transport
 from distcollect.transport.start import TCP
 from distcollect.transport.worker_service import WorkerInfo, WorkerService
@@ -91,7 +89,6 @@ class Lifecycle(HostEvents):
         *,
         num_first: int,
         post: Callable[[Callable[[], None]], None],
-        end_launch: Callable[[], None],
         collector: int = 1,
     ) -> None:
         """Nothing is started before :meth:`check`.
@@ -104,7 +101,6 @@ class Lifecycle(HostEvents):
             status: shared with the user's thread.
             num_first: slots, from 0, whose first processes all have to become ready.
             post: has the supervision thread call a function.
-            end_launch: called when the trainer's ``main()`` is done.
             collector: the number of its collector among those that are open in this process.
         """
         self._hosts = hosts
@@ -114,7 +110,6 @@ class Lifecycle(HostEvents):
         self._status = status
         self._num_first = num_first
         self.post = post
-        self._end_launch = end_launch
         self._collector = collector
         self._plan_sender = PlanSender(transport, post)
         timeouts_s = faults.silence_timeout_s, faults.start_timeout_s
@@ -186,12 +181,8 @@ class Lifecycle(HostEvents):
     # Starting and probing.
 
     def _start(self, worker_id: int, incarnation: int) -> None:
-        try:
-            over_rpc = self._transport.name != TCP
-            process = Process(worker_id, incarnation, identity().new_peer(), over_rpc)
-        except LaunchError as error:
-            self.fail(error)
-            return
+        over_rpc = self._transport.name != TCP
+        process = Process(worker_id, incarnation, identity().new_peer(), over_rpc)
         self.processes[process.key] = process
         # Torch's C++ side logs a warning for each peer whose process ends; that is reported anyhow.
         env = {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
@@ -321,6 +312,7 @@ class Lifecycle(HostEvents):
                 log.info("%s is ready%s", self._name(process.worker_id), process.where)
                 observer.join(*process.key, process.peer, process.info.server)
 
+    @posted
     def report_start(self, elapsed_s: float) -> None:
         """Log which of the first processes are awaited."""
         phases = [self._membership.phase(worker_id) for worker_id in range(self._num_first)]
@@ -468,9 +460,6 @@ class Lifecycle(HostEvents):
         if process is not None:
             process.exit = process_exit
             self._lose(process)
-
-    def launch_ended(self) -> None:
-        self._end_launch()
 
     def _account(self, process: Process) -> None:
         """Report the end of a lost process, and decide whether the run can go on."""

@@ -19,7 +19,7 @@ from distcollect.common.open_files import flush_output
 from distcollect.common.shared_memory import sample_for
 from distcollect.common.step_counter import StepCounter
 from distcollect.common.worker_guard import name_process
-from distcollect.errors import LaunchError, is_server, slot_name
+from distcollect.errors import is_server, slot_name
 from distcollect.net.client import ControlConnection, join
 from distcollect.net.messages import (
     Exit,
@@ -45,9 +45,8 @@ _JOIN_TIMEOUT_S = 60.0
 
 def main(boot: WorkerBoot) -> None:
     """Run a worker process until its trainer ends it or is gone."""
-    if boot.authkey:
-        # Proxies of a multiprocessing.Manager, for example, prove with it that they may connect.
-        multiprocessing.current_process().authkey = bytes.fromhex(boot.authkey)
+    # Proxies of a multiprocessing.Manager, for example, prove with it that they may connect.
+    multiprocessing.current_process().authkey = bytes.fromhex(boot.authkey)
     _name_worker_in_logs(boot.name)
     name_process("dc-" + slot_name(boot.worker_id).replace(" ", "-"))
     counter = StepCounter.inherited(boot.counters_fd)
@@ -59,8 +58,7 @@ def main(boot: WorkerBoot) -> None:
         torch.set_num_threads(boot.num_threads)
     connection = _join(boot)
     welcome = connection.welcome
-    if not isinstance(welcome, WorkerWelcome):
-        raise LaunchError(f"the trainer answered a worker by {welcome}")
+    assert isinstance(welcome, WorkerWelcome), welcome
     for_others = partial(PeerListener, connection, boot.trainer.token)
     address = connection.local_address
     worker = Worker(boot, peer=welcome.peer, address=address, counter=counter, listen=for_others)

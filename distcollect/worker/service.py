@@ -266,14 +266,12 @@ class Worker(WorkerService):
 
     @property
     def _configured(self) -> _Parts:
-        if not isinstance(self._parts, _Parts):
-            raise WorkerError("called before it was configured")
+        assert isinstance(self._parts, _Parts), "called before it was configured"
         return self._parts
 
     @property
     def _receiver(self) -> WeightReceiver:
-        if self._parts is None:
-            raise WorkerError("called before it was configured")
+        assert self._parts is not None, "called before it was configured"
         return self._parts.receiver
 
     # The calls that wait for the thread that steps the envs.

@@ -17,7 +17,7 @@ from distcollect.engine.pickled_plan import PickledPlan
 from distcollect.net.messages import TrainerAddress, WorkerBoot
 from distcollect.results import WorkerState
 from distcollect.roster.interfaces import MembershipObserver
-from distcollect.roster.worker_ends import WorkerEnds
+from distcollect.roster.status import WorkerEnds
 from distcollect.transport.worker_service import WorkerInfo, WorkerService
 from distcollect.worker.service import Worker
 

@@ -60,9 +60,7 @@ def test_an_env_that_no_replacement_cures_ends_a_run_that_has_collected_nothing(
 
 def lifecycle_of_two(status: Status, post: Callable[[Callable[[], None]], None]) -> Lifecycle:
     hosts = Mock(**{"num_workers.return_value": 2})
-    return Lifecycle(
-        hosts, Mock(), Faults(), Mock(), status, num_first=2, post=post, end_launch=Mock()
-    )
+    return Lifecycle(hosts, Mock(), Faults(), Mock(), status, num_first=2, post=post)
 
 
 @pytest.mark.parametrize("ends_first", [True, False])
