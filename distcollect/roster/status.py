@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from distcollect.common.signals import Wakeup
 from distcollect.errors import DistCollectError
 from distcollect.results import WorkerState
-from distcollect.roster.membership import PRESENT
 from distcollect.transport.worker_service import WorkerInfo
 
 
@@ -96,12 +95,13 @@ class Status:
     @property
     def num_present(self) -> int:
         """Workers that serve requests."""
-        return sum(state in PRESENT for state in self.states.values())
+        return sum(state is WorkerState.READY for state in self.states.values())
 
     @property
     def num_collecting(self) -> int:
         """Of these, those that collect."""
-        return sum(s in PRESENT for w, s in self.states.items() if w not in self.evaluating)
+        collecting = (s for w, s in self.states.items() if w not in self.evaluating)
+        return sum(state is WorkerState.READY for state in collecting)
 
     @property
     def is_starting(self) -> bool:
