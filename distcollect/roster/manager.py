@@ -95,13 +95,20 @@ class Workers:
         self._faults = faults
         self.failed: bool | None = None
         self._status = Status(evaluating)
+        self.worker_infos = self._status.worker_infos
+        self.processes = self._status.processes
+        self.ends = self._status.ends
         self._posted: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="distcollect-workers", daemon=True)
-        self._number = _number()
-        with contextlib.ExitStack() as on_error:
-            on_error.callback(_open_numbers.discard, self._number)
-            self._hosts = open_hosts(num_workers, hosts, faults.start_timeout_s)
-            on_error.callback(self._hosts.detach)
+        self._steps = contextlib.ExitStack()  # of close(), the last one first
+        at_end = self._steps.callback
+        limit_s, half_s = faults.start_timeout_s, faults.stop_timeout_s / 2
+        try:
+            number = _number()
+            at_end(_open_numbers.discard, number)
+            self._hosts = open_hosts(num_workers, hosts, limit_s)
+            # The hosts can serve another collector now.
+            at_end(lambda: self._hosts.detach(failed=self._has_failed()))
             # Workers that join by themselves have no fixed number: none in particular has to come.
             count = 0 if self._hosts.is_elastic else self._hosts.num_workers(num_workers)
             self._num_first = count
@@ -109,7 +116,7 @@ class Workers:
             for sentence in exposure(transport, self.address, self._hosts.join_server):
                 log.info("%s", sentence)
             self.transport = start_transport(transport, self.address, self._hosts.token)
-            on_error.callback(self.transport.close)
+            at_end(self.transport.close)  # again: an exception may have ended the first one early
             self._lifecycle = Lifecycle(
                 self._hosts,
                 self.transport,
@@ -118,17 +125,20 @@ class Workers:
                 self._status,
                 num_first=count,
                 post=self._posted.put,
-                collector=self._number,
+                collector=number,
             )
-            on_error.pop_all()
-        self.worker_infos = self._status.worker_infos
-        self.processes = self._status.processes
-        self.gpus = self._lifecycle.gpus
-        self.report, self.drained = self._lifecycle.report, self._lifecycle.drained
-        self.ends = self._status.ends
-        self._steps = self._stop_steps()
-        try:
-            limit_s = faults.start_timeout_s
+            self.gpus = self._lifecycle.gpus
+            self.report, self.drained = self._lifecycle.report, self._lifecycle.drained
+            # All ends are reported by now; the thread accounts for them, and ends.
+            at_end(self._end_thread)
+            # Half of the time is for their end. What remains then is killed, and all are reaped.
+            at_end(self._hosts.end_processes, half_s)
+            at_end(self._lifecycle.exit_workers)
+            # The other half is for the answers that they still owe. The trainer's agent closes
+            # before they end: else it would log a warning for each connection that breaks.
+            at_end(self.transport.close, half_s)
+            # Workers stop stepping, and close their envs.
+            at_end(self._lifecycle.stop_workers)
             self._hosts.attach(self._lifecycle, count, limit_s, self.close, server_ranks)
             self._thread.start()
             self._await_start()
@@ -275,30 +285,6 @@ class Workers:
             # Set by an exception that ended the script; where the user types, by any exception.
             self.failed = hasattr(sys, "last_value") and not hasattr(sys, "ps1")
         return self.failed or self._status.failure is not None
-
-    def _stop_steps(self) -> contextlib.ExitStack:
-        """The steps of :meth:`close`, in their order."""
-        half_s = self._faults.stop_timeout_s / 2
-        steps: list[Callable[[], object]] = [
-            # Workers stop stepping. They answer what they still owe, and close their envs.
-            self._lifecycle.stop_workers,
-            # Half of the time is for these answers. The trainer's agent closes before the workers
-            # end: else it would log a warning for each connection that breaks.
-            partial(self.transport.close, half_s),
-            # The other half is for their end. What remains then is killed, and all are reaped.
-            self._lifecycle.exit_workers,
-            partial(self._hosts.end_processes, half_s),
-            # All ends are reported by now; the thread accounts for them, and ends.
-            self._end_thread,
-            self.transport.close,  # again: an exception may have ended the first one early
-            # The hosts can serve another collector now.
-            lambda: self._hosts.detach(failed=self._has_failed()),
-            partial(_open_numbers.discard, self._number),
-        ]
-        stack = contextlib.ExitStack()
-        for step in reversed(steps):
-            stack.callback(step)
-        return stack
 
     # The supervision thread.
 
