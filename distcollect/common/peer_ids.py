@@ -151,8 +151,7 @@ class Identity:
             first = max(self.first_traj_id, first_traj_id)
             if self.next_peer > self.trainer + self.num_trainers:
                 first = max(first, self.next_traj_id)
-            num_blocks = self.next_peer if self.num_trainers == 1 else _PEERS_PER_LIFE
-            if first + num_blocks * TRAJ_IDS_PER_PEER > _END_OF_TRAJ_IDS:
+            if first + self.next_traj_id - self.first_traj_id > _END_OF_TRAJ_IDS:
                 raise LaunchError(
                     f"the run has used the trajectory ids below {first:,}, and too few remain "
                     f"below {_END_OF_TRAJ_IDS:,}; begin a new run, without its state"

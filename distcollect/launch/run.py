@@ -98,7 +98,10 @@ def run(main: Callable[[], T], *, num_trainers: int = 1) -> T | None:
                 _supervise(launch)
                 return None
             identify(launch.run_id, launch.trainer, num_trainers)
-            hosts = _hosts_of_launch(launch)
+            spec = listen_spec(launch)  # it keeps torchrun's store open, if this process serves it
+            ranks, port = launch.num_workers, spec.port
+            hosts = WorkerHosts(spec.address, spec.token, num_ranks=ranks, port=port)
+            spec.announce(hosts.join_server.port)
         return _train(main, hosts, launch, folder, num_trainers)
 
 
@@ -198,14 +201,6 @@ def num_workers(default: int) -> int:
         folder = RunFolder.here()
         return default if folder is None else folder.num_workers or default
     return launch.num_workers
-
-
-def _hosts_of_launch(launch: Launch) -> WorkerHosts:
-    spec = listen_spec(launch)
-    hosts = WorkerHosts(spec.address, spec.token, num_ranks=launch.num_workers, port=spec.port)
-    spec.announce(hosts.join_server.port)
-    hosts.store = spec.store
-    return hosts
 
 
 def _hosts_of_run(folder: RunFolder) -> WorkerHosts:

@@ -91,13 +91,12 @@ def supervise(
         SystemExit: the trainer is gone, or a signal ended this process.
     """
     open_files.fill_standard_streams()
-    joined_before = False
+    give_up = False
     name = name or ("this process" if rank is None else f"rank {rank}")
     hello = SupervisorHello(rank=rank)
     with _signals():
         zygote.warm_up(Inheritance.now())
         while True:
-            give_up = joined_before and patience_s is None
             try:
                 connection, trainer = join(
                     find, hello, timeout_s, name=name, give_up_if_refused=give_up
@@ -113,7 +112,7 @@ def supervise(
                     _fail("the trainer failed")
                 return not goodbye.failed
             log.warning("the trainer is gone, or was cut off; looking for it again")
-            joined_before = True
+            give_up = patience_s is None
             timeout_s = _REJOIN_TIMEOUT_S if patience_s is None else patience_s
 
 
@@ -137,10 +136,8 @@ def _signals() -> Iterator[None]:
         signal.SIGUSR1: signal.SIG_IGN,
         signal.SIGUSR2: signal.SIG_IGN,
     }
-    before = {number: signal.getsignal(number) for number in handlers}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
         yield
     finally:
         for number, handler in before.items():

@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from distcollect.common import open_files
 from distcollect.common.memory_segment import own_network
@@ -140,13 +140,10 @@ class WorkerHosts(JoinServerEvents):
         token: what they have to know.
         end_collector: ends the collector that uses these hosts, if one does.
         local_hosts: this host alone, for collectors that start local workers within a launch.
-        store: torchrun's store, kept open where this process serves it.
         patience_s: how long to wait until enough workers have joined, if :attr:`is_elastic`.
         placer: has the expected workers started, the first ones at about one time; None: something
             else does.
     """
-
-    store: Any = None
 
     def __init__(
         self,

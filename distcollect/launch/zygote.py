@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distcollect.common import memory_segment, open_files, worker_guard
+from distcollect.common.waiting import answer
 from distcollect.errors import ArgumentError
 from distcollect.launch.run_folder import SECRET_VARIABLE
 from distcollect.net.messages import WorkerBoot
@@ -257,18 +258,15 @@ class Zygote:
         theirs: socket.socket,
         started: Future[subprocess.Popen[bytes]],
     ) -> None:
-        try:
-            with theirs:
-                process = _start(inheritance, theirs.fileno())
-        except Exception as error:  # noqa: BLE001 - raised where it is waited for
+        with theirs:
+            answer(started, _start, inheritance, theirs.fileno())
+        if started.exception() is not None:
             self._sock.close()
-            started.set_exception(error)
             return
-        started.set_result(process)
         while self._note_next():
             pass
         # It has ended, or does so at once: it closes its socket only then.
-        code = process.wait()
+        code = started.result().wait()
         with self._lock:
             self.is_gone = True
             lost = list(self._workers.values())

@@ -109,11 +109,6 @@ class WorkerRecord:
     ping_at: float = math.inf
 
     @property
-    def state(self) -> WorkerState:
-        """Return what users see of it."""
-        return _SEEN_AS.get(self.phase, WorkerState.READY)
-
-    @property
     def is_empty(self) -> bool:
         """Return True if there is no process."""
         return self.phase in _EMPTY
@@ -149,12 +144,11 @@ class Membership:
     @property
     def states(self) -> dict[int, WorkerState]:
         """Return what users see of every worker's slot."""
-        return {w: record.state for w, record in self._records.items() if not is_server(w)}
+        return {w: self.state(w) for w in self._records if not is_server(w)}
 
     def state(self, worker_id: int) -> WorkerState:
         """Return what users see of one slot; LEFT if there is no such slot."""
-        record = self._records.get(worker_id)
-        return WorkerState.LEFT if record is None else record.state
+        return _SEEN_AS.get(self.phase(worker_id), WorkerState.READY)
 
     def phase(self, worker_id: int) -> WorkerPhase:
         """The phase of one slot; LEFT if there is no such slot."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from distcollect.common.process_exit import ProcessExit
+from distcollect.common.process_exit import ProcessExit, describe_exit
 from distcollect.errors import (
     DeadlineError,
     DistCollectError,
@@ -91,7 +91,7 @@ class Process:
         elif self.exit.reason:
             message = self.exit.reason
         else:
-            when, told = "", self.exit.told(over_rpc=self.over_rpc)
+            when, told = "", describe_exit(self.exit.code, may_use_rpc=self.over_rpc)
             if self.ended_in is WorkerPhase.STARTED:
                 when, told = " before it had joined", f"{told}; see its own output"
             message = f"its process ended{when}: {told}"

@@ -32,7 +32,7 @@ from distcollect.net.messages import (
     WorkerWelcome,
 )
 from distcollect.transport.start import start_server
-from distcollect.worker.peer_listener import Listen, PeerListener
+from distcollect.worker.peer_listener import PeerListener
 from distcollect.worker.service import Worker
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,10 @@ def main(boot: WorkerBoot) -> None:
     for_others = partial(PeerListener, connection, boot.trainer.token)
     address = connection.local_address
     worker = Worker(boot, peer=welcome.peer, address=address, counter=counter, listen=for_others)
-    endpoint = _serve(worker, welcome, connection, for_others)
+    server = start_server(welcome.transport, worker, connection, address)
+    endpoint = server.endpoint  # where the trainer reaches this process, if it connects
+    if welcome.hands_over:
+        endpoint = for_others(partial(start_server, welcome.transport, worker)).endpoint
 
     may_exit = threading.Event()
 
@@ -107,17 +110,6 @@ def _join(boot: WorkerBoot) -> ControlConnection:
     connection = ControlConnection(trainer.host, 0, _JOIN_TIMEOUT_S, fd=boot.control_fd)
     connection.join(hello, trainer.token, _JOIN_TIMEOUT_S)
     return connection
-
-
-def _serve(
-    worker: Worker, welcome: WorkerWelcome, connection: ControlConnection, for_others: Listen
-) -> str:
-    """Answer the calls of trainers; return where they reach this process, if they connect."""
-    name, address = welcome.transport, connection.local_address
-    server = start_server(name, worker, connection, address)
-    if welcome.hands_over:
-        return for_others(partial(start_server, name, worker)).endpoint
-    return server.endpoint
 
 
 def _name_worker_in_logs(name: str) -> None:
