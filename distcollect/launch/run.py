@@ -97,12 +97,12 @@ def run(main: Callable[[], T], *, num_trainers: int = 1) -> T | None:
             if launch.rank > 0:
                 _supervise(launch)
                 return None
-            identify(launch.run_id, launch.trainer, num_trainers)
+            identify(launch.run_id, launch.trainer, launch.num_trainers)
             spec = listen_spec(launch)  # it keeps torchrun's store open, if this process serves it
             ranks, port = launch.num_workers, spec.port
             hosts = WorkerHosts(spec.address, spec.token, num_ranks=ranks, port=port)
             spec.announce(hosts.join_server.port)
-        return _train(main, hosts, launch, folder, num_trainers)
+        return _train(main, hosts, launch, folder)
 
 
 def _supervise(launch: Launch) -> None:
@@ -119,11 +119,7 @@ def _supervise(launch: Launch) -> None:
 
 
 def _train(
-    main: Callable[[], T],
-    hosts: WorkerHosts,
-    launch: Launch,
-    folder: RunFolder | None,
-    num_trainers: int,
+    main: Callable[[], T], hosts: WorkerHosts, launch: Launch, folder: RunFolder | None
 ) -> T:
     """Call ``main`` with ``hosts`` for its collectors, then end all that it left."""
     set_launched(hosts)
@@ -134,7 +130,7 @@ def _train(
     failed = True
     exiting: SystemExit | None = None
     try:
-        with _trainer_variables(launch, num_trainers):
+        with _trainer_variables(launch):
             result = call.result()
         failed = False
     except SystemExit as error:
@@ -156,18 +152,18 @@ def _train(
 
 
 @contextlib.contextmanager
-def _trainer_variables(launch: Launch, num_trainers: int) -> Iterator[None]:
+def _trainer_variables(launch: Launch) -> Iterator[None]:
     """Set torch's environment variables for a group of the trainers alone."""
-    if num_trainers == 1:
+    if launch.num_trainers == 1:
         yield
         return
-    variables = {"RANK": str(launch.trainer), "WORLD_SIZE": str(num_trainers)}
+    variables = {"RANK": str(launch.trainer), "WORLD_SIZE": str(launch.num_trainers)}
     if launch.launcher is not Launcher.TORCHRUN:
         assert launch.master is not None
         host, port = launch.master
         host = LOOPBACK if launch.num_hosts == 1 else host
         # The trainers' join servers use the ports from this one on.
-        variables |= {"MASTER_ADDR": host, "MASTER_PORT": str(port + num_trainers)}
+        variables |= {"MASTER_ADDR": host, "MASTER_PORT": str(port + launch.num_trainers)}
         variables["LOCAL_RANK"] = str(launch.trainer)
     before = dict(os.environ)
     os.environ.update(variables)
