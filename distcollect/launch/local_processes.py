@@ -27,6 +27,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 from distcollect.common import worker_guard, worker_prints
 from distcollect.common.forks import Owner
@@ -43,7 +44,7 @@ from distcollect.errors import is_server
 from distcollect.launch import zygote
 from distcollect.launch.cpu_placement import CpuPlacement, Host
 from distcollect.launch.zygote import Inheritance
-from distcollect.net.messages import Spawn, TrainerAddress, WorkerBoot
+from distcollect.net.messages import Exited, MemoryExceeded, Spawn, TrainerAddress, WorkerBoot
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,8 @@ _STACK_S = 0.25
 _STARTING_S = 2.0
 _PRINTS_TIMEOUT_S = 1.0
 
-Block = tuple[int, ...]
+Block: TypeAlias = tuple[int, ...]
+ProcessReport: TypeAlias = Exited | MemoryExceeded
 
 _TEXTS = {
     Task.COLLECT: "its envs finished no step within {:.1f} s",
@@ -110,16 +112,6 @@ class ProgressWatch:
         return own_s if is_call else max(own_s, step_s)
 
 
-class ProcessEvents:
-    """What is reported about worker processes, on other threads."""
-
-    def exited(self, worker_id: int, incarnation: int, process_exit: ProcessExit) -> None:
-        """A process has ended and was reaped."""
-
-    def memory_exceeded(self, worker_id: int, incarnation: int, num_bytes: int) -> None:
-        """A process takes more memory than it may; repeated while that is so."""
-
-
 @dataclass
 class _Running:
     """A process, and what its watchdog has seen of it.
@@ -167,11 +159,14 @@ class _Running:
 class LocalProcesses:
     """The worker processes that this process has started."""
 
-    def __init__(self, events: ProcessEvents) -> None:
-        """Report to ``events``."""
+    def __init__(self, report: Callable[[ProcessReport], object]) -> None:
+        """``report`` is called on other threads: for each process that has ended and was reaped.
+
+        Also while one takes more memory than it may, again and again.
+        """
         self._inheritance = Inheritance.now()  # also for replacements
         zygote.warm_up(self._inheritance, self)
-        self._events = events
+        self._report = report
         # Reentrant: garbage collection under it may finalize a collector, which ends its processes.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -221,7 +216,7 @@ class LocalProcesses:
                     process = zygote.start(boot, self._inheritance, wanted.env, cores, streams)
         except OSError as error:
             process_exit = ProcessExit(-1, 0, f"it could not be started: {error}")
-            self._events.exited(wanted.worker_id, wanted.incarnation, process_exit)
+            self._report(Exited(wanted.worker_id, wanted.incarnation, process_exit))
             return
         key, start_s = (boot.worker_id, boot.incarnation), boot.settings.start_timeout_s
         asked_at = time.monotonic() + start_s - min(_STARTING_S, start_s / 4)
@@ -290,7 +285,7 @@ class LocalProcesses:
         if running.is_starting:
             reason = reason or running.place()
         process_exit = ProcessExit(code, running.counters.stepped, running.reason or reason)
-        self._events.exited(*key, process_exit)
+        self._report(Exited(*key, process_exit))
         with self._lock:
             del self._running[key]
             self._changed.notify_all()
@@ -336,7 +331,7 @@ class LocalProcesses:
         pid = running.worker_pid
         num_bytes = 0 if pid is None else _resident_bytes(pid)
         if num_bytes > boot.settings.max_bytes:
-            self._events.memory_exceeded(boot.worker_id, boot.incarnation, num_bytes)
+            self._report(MemoryExceeded(boot.worker_id, boot.incarnation, num_bytes))
 
 
 def _resident_bytes(pid: int) -> int:

@@ -14,18 +14,16 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from distcollect.common import open_files
-from distcollect.common.process_exit import STRAY_CONNECTION, ProcessExit
+from distcollect.common.process_exit import STRAY_CONNECTION
 from distcollect.errors import slot_name
 from distcollect.launch import zygote
 from distcollect.launch.cpu_placement import CpuPlacement
-from distcollect.launch.local_processes import LocalProcesses, ProcessEvents
+from distcollect.launch.local_processes import LocalProcesses
 from distcollect.launch.zygote import Inheritance
 from distcollect.net.client import ControlConnection, TrainerGone, join
 from distcollect.net.messages import (
-    Exited,
     Goodbye,
     Kill,
-    MemoryExceeded,
     Spawn,
     SupervisorHello,
     TrainerAddress,
@@ -45,19 +43,6 @@ class _Terminated(SystemExit):
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
         self.number = number
-
-
-class _Reporter(ProcessEvents):
-    """Reports worker processes to the trainer."""
-
-    def __init__(self, connection: ControlConnection) -> None:
-        self._connection = connection
-
-    def exited(self, worker_id: int, incarnation: int, process_exit: ProcessExit) -> None:
-        self._connection.send(Exited(worker_id, incarnation, process_exit))
-
-    def memory_exceeded(self, worker_id: int, incarnation: int, num_bytes: int) -> None:
-        self._connection.send(MemoryExceeded(worker_id, incarnation, num_bytes))
 
 
 def supervise(
@@ -161,7 +146,7 @@ def _serve(
     placement: CpuPlacement,
 ) -> Goodbye | None:
     """Do what the trainer requests until it says goodbye; None: the connection broke off."""
-    processes = LocalProcesses(_Reporter(connection))
+    processes = LocalProcesses(connection.send)
     leave_timeout_s = grace_s = 0.0
     goodbye: Goodbye | None = None
     try:

@@ -24,7 +24,7 @@ from distcollect.errors import (
     slot_name,
 )
 from distcollect.launch.cpu_placement import Host, choose, may_pin
-from distcollect.launch.local_processes import LocalProcesses, ProcessEvents
+from distcollect.launch.local_processes import LocalProcesses, ProcessReport
 from distcollect.net.messages import (
     Exited,
     Goodbye,
@@ -46,11 +46,14 @@ _LATE_RANKS_TIMEOUT_S = 20.0
 _DONE = Goodbye()
 
 
-class HostEvents(JoinServerEvents, ProcessEvents):
+class HostEvents(JoinServerEvents):
     """What is reported about worker processes and the slots they are started in.
 
     The methods are called on several threads.
     """
+
+    def reported(self, report: ProcessReport) -> None:
+        """A process has ended, or takes more memory than it may; that is repeated while it does."""
 
     def slot_opened(self, worker_id: int) -> None:
         """Processes for this slot can be started from now on."""
@@ -289,7 +292,7 @@ class WorkerHosts(JoinServerEvents):
         self.end_collector = end
         self._server_ranks = server_ranks
         if self._num_local:
-            self._local = LocalProcesses(events)
+            self._local = LocalProcesses(events.reported)
             self._open_server(own_network(), None)
 
         def missing() -> list[int]:
@@ -499,15 +502,14 @@ class WorkerHosts(JoinServerEvents):
         worker_id = self._slot_of(connection)
         if worker_id is None:
             return
-        if isinstance(message, MemoryExceeded):
-            self._events.memory_exceeded(message.worker_id, message.incarnation, message.num_bytes)
-        elif isinstance(message, Exited):
-            # Reported before it is removed: end_processes() returns when the last one is removed,
-            # and what was reported by then is accounted for.
-            key = message.worker_id, message.incarnation
-            self._events.exited(*key, message.exit)
+        # Reported before it is removed: end_processes() returns when the last one is removed, and
+        # what was reported by then is accounted for.
+        if isinstance(message, Exited | MemoryExceeded):
+            self._events.reported(message)
+        if isinstance(message, Exited):
             with self._lock:
-                self._supervisors[worker_id].running.discard(key)
+                running = self._supervisors[worker_id].running
+                running.discard((message.worker_id, message.incarnation))
                 self._changed.notify_all()
 
     def closed(self, connection: Connection) -> None:
@@ -528,7 +530,7 @@ class WorkerHosts(JoinServerEvents):
             self._events.slot_closed(worker_id)
         gone = ProcessExit(-1, 0, "the supervisor that started it is gone")
         for server, incarnation in filter(lambda key: is_server(key[0]), supervisor.running):
-            self._events.exited(server, incarnation, gone)
+            self._events.reported(Exited(server, incarnation, gone))
         if not self._gives_server(supervisor.rank):
             return
         server = self._server_of(supervisor.network)

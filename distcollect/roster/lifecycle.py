@@ -33,9 +33,11 @@ from distcollect.errors import (
     is_server,
     slot_name,
 )
+from distcollect.launch.local_processes import ProcessReport
 from distcollect.launch.worker_hosts import HostEvents, WorkerHosts
 from distcollect.net.messages import (
     Exit,
+    Exited,
     Hello,
     Leaving,
     Message,
@@ -370,18 +372,23 @@ class Lifecycle(HostEvents):
             self._drain(process)
 
     @posted
-    def memory_exceeded(self, worker_id: int, incarnation: int, num_bytes: int) -> None:
-        process = self.processes.get((worker_id, incarnation))
-        # If it isn't ready, or the pool isn't there yet, this is reported again later.
-        if process is None or not self._drain(process):
+    def reported(self, report: ProcessReport) -> None:
+        process = self.processes.get((report.worker_id, report.incarnation))
+        if process is None:
             return
-        process.is_retired = True
-        took, limit = f"{num_bytes / 1e9:.2f} GB of memory", self._faults.max_worker_bytes
-        process.failure = WorkerLost(f"it was retired, as it took {took}", worker_id=worker_id)
-        log.warning(
-            "%s takes %s, more than Faults(max_worker_bytes=%s): it is replaced after its rollout",
-            *(self._name(worker_id), took, limit),
-        )
+        if isinstance(report, Exited):
+            process.exit = report.exit
+            self._lose(process)
+        elif self._drain(process):  # else it is not ready, or the pool isn't there yet
+            worker_id, took = process.worker_id, f"{report.num_bytes / 1e9:.2f} GB of memory"
+            process.is_retired = True
+            process.failure = WorkerLost(f"it was retired, as it took {took}", worker_id=worker_id)
+            limit = self._faults.max_worker_bytes
+            log.warning(
+                "%s takes %s, more than Faults(max_worker_bytes=%s): it is replaced after its "
+                "rollout",
+                *(self._name(worker_id), took, limit),
+            )
 
     def _drain(self, process: Process) -> bool:
         if not self._is_observed or not self._membership.drain(*process.key):
@@ -453,13 +460,6 @@ class Lifecycle(HostEvents):
         self._transport.disconnect(process.peer)
         joins = self._membership.state(worker_id) is WorkerState.JOINING
         self._observer.lose(*process.key, replaced=joins and not self._status.is_stopping)
-
-    @posted
-    def exited(self, worker_id: int, incarnation: int, process_exit: ProcessExit) -> None:
-        process = self.processes.get((worker_id, incarnation))
-        if process is not None:
-            process.exit = process_exit
-            self._lose(process)
 
     def _account(self, process: Process) -> None:
         """Report the end of a lost process, and decide whether the run can go on."""
