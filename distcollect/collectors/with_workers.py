@@ -262,7 +262,7 @@ class WithWorkers(Backend):
         try:
             headers = [rollout.header for rollout in delivery.rollouts]
             frames = self._assembled(self.layout, delivery.rollouts)
-            counts = self._count_lags(frames, delivery.rollouts, self.pool.lag)
+            counts = self._count_lags(frames, delivery.rollouts, self.pool.versions.lag)
         except BaseException:
             self.pool.given_up(delivery, "given_up")
             raise
@@ -278,7 +278,9 @@ class WithWorkers(Backend):
     def _count_lags(
         self, rows: TensorDict, rollouts: Sequence[Rollout], lag_of: Callable[[int, int], int]
     ) -> list[list[VersionFrames]]:
-        return count_lags(rows, rollouts, lag_of, self.pool.age, self._options.masked_bound)
+        return count_lags(
+            rows, rollouts, lag_of, self.pool.versions.age, self._options.masked_bound
+        )
 
     def _noting_failures(self, work: Callable[..., T], *args: Any) -> T:
         """Note errors of the workers; the user's functions may raise the same, of another run."""
@@ -315,7 +317,8 @@ class WithWorkers(Backend):
         request = self._noting_failures(self.pool.hand_over, self.limit_s(timeout_s), keep_s)
         header = request.known_header
         version, num_frames = header.policy_version[0], header.num_frames
-        lag, age = self.pool.lag(header.worker_id, version), self.pool.age(version)
+        sent = self.pool.versions
+        lag, age = sent.lag(header.worker_id, version), sent.age(version)
         self._stats_recorder.delivered([(header.worker_id, lag, num_frames)])
         self._count([header], *stats_of([[VersionFrames(lag, age, num_frames, False)]]))
         return RolloutReference(
@@ -339,7 +342,9 @@ class WithWorkers(Backend):
         self._stats_recorder.switch_to("assemble")
         rows = self._assembled(reference.layout, rollouts)
         # The worker is another trainer's.
-        counts = self._count_lags(rows, rollouts, lambda _, version: self.pool.age(version))
+        counts = self._count_lags(
+            rows, rollouts, lambda _, version: self.pool.versions.age(version)
+        )
         self.lag, self.age = stats_of(counts)
         source, headers = (reference.run_id, reference.trainer), [reference.header]
         self.rests = self._gaps.take(rows, headers, reference.layout.num_envs, source)

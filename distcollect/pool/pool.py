@@ -49,6 +49,7 @@ from distcollect.pool.policy_lag import VersionFrames
 from distcollect.pool.pool_core import PoolCore
 from distcollect.pool.requests import origin
 from distcollect.pool.setup_calls import SetupArguments, SetupCall
+from distcollect.pool.staleness import SentVersions
 from distcollect.pool.worker_slots import (
     BatchPlan,
     RolloutRequest,
@@ -81,7 +82,7 @@ class Delivery:
 
     Attributes:
         requests: of the rollouts.
-        rollouts: the rollouts, in the order of their workers' ids; empty for a reference.
+        rollouts: the rollouts, in the order of their workers' ids.
     """
 
     requests: Sequence[RolloutRequest]
@@ -93,6 +94,7 @@ class Pool(MembershipObserver):
 
     Attributes:
         version: policy_version of the newest publication.
+        versions: which of them were sent to which worker.
         served_by: worker_id to the inference server that has its policy, of workers that have been
             there and don't have it themselves.
         on_weights: called with worker_id and version when a worker has joined and when it has
@@ -134,22 +136,23 @@ class Pool(MembershipObserver):
         self._wait = wait
         self._waiting: list[Wakeup] = []  # of the user's threads
         self._loop = EventLoop(self.fail, lambda: self._core.decide())  # noqa: PLW0108 - made below
+        self.versions = SentVersions(
+            self._acknowledged_by,
+            holder=lambda worker_id: self.served_by.get(worker_id, worker_id),
+            is_coming=lambda w: sender.is_coming(self.served_by.get(w, w)),
+        )
         self._core = PoolCore(
             plan,
             staleness,
+            self.versions,
             transport,
-            failure_sink,
-            self._stats_recorder,
-            acknowledged=self._acknowledged_by,
-            holder=lambda worker_id: self.served_by.get(worker_id, worker_id),
-            is_coming=lambda w: self._sender.is_coming(self.served_by.get(w, w)),
+            failure_sink=failure_sink,
+            stats_recorder=self._stats_recorder,
             post=self._loop.post,
             clock=clock_ns,
-            deliver=self._deliver,
             wake_user=self._wake_user,
         )
         self._lock = self._loop.lock
-        self._delivery: Delivery | None = None  # for the user's thread
         self._failure: BaseException | None = None
         sender.on_acknowledged = self._acknowledged
         sender.on_left_out = self._left_out
@@ -249,14 +252,6 @@ class Pool(MembershipObserver):
         """worker_id to how many of its rollouts wait for delivery; without those that have none."""
         with self._loop.reading():
             return self._core.requests.num_ready
-
-    def lag(self, worker_id: int, version: int) -> int:
-        """How many versions newer than ``version`` were sent to a worker."""
-        return self._core.versions.lag(worker_id, version)
-
-    def age(self, version: int) -> int:
-        """How many versions newer than ``version`` there are."""
-        return self._core.versions.age(version)
 
     # Workers come and go: see :class:`~distcollect.roster.interfaces.MembershipObserver`.
 
@@ -369,7 +364,10 @@ class Pool(MembershipObserver):
             BatchTimeout: not all within ``timeout_s``; names the workers waited for.
             DistCollectError: the run can't go on.
         """
-        return self._gather(Wanted.ALL if self._plan.sync else Wanted.NEXT, timeout_s)
+        requests = self._gather(Wanted.ALL if self._plan.sync else Wanted.NEXT, timeout_s)
+        rollouts = [request.take_rollout() for request in requests]
+        rollouts.sort(key=lambda rollout: origin(rollout.header))
+        return Delivery(requests, rollouts)
 
     def hand_over(self, timeout_s: float, keep_s: float) -> RolloutRequest:
         """Return the next rollout of whichever worker, for another trainer; async mode only.
@@ -384,13 +382,17 @@ class Pool(MembershipObserver):
 
         Raises: as :meth:`get`.
         """
-        delivery = self._gather(Wanted.REFERENCE, timeout_s, keep_s)
-        [request] = delivery.requests
+        [request] = self._gather(Wanted.REFERENCE, timeout_s, keep_s)
         if request.state is RolloutState.DELIVERED:
-            self._loop.do(self._core.settle_delivered, delivery.requests, None)
+            self._loop.do(self._core.settle_delivered, [request], None)
         return request
 
-    def _gather(self, wanted: Wanted, timeout_s: float, keep_s: float = 0.0) -> Delivery:
+    def _gather(
+        self, wanted: Wanted, timeout_s: float, keep_s: float = 0.0
+    ) -> Sequence[RolloutRequest]:
+        def is_there() -> bool:
+            return self._core.batch is not None
+
         signals.check()
         awaited = ""
         try:
@@ -398,37 +400,29 @@ class Pool(MembershipObserver):
             rest_s = timeout_s
             if self._plan.deadline_s is not None and self._plan.deadline_s < timeout_s:
                 rest_s -= self._plan.deadline_s
-                if not self._await(lambda: self._delivery is not None, self._plan.deadline_s):
+                if not self._await(is_there, self._plan.deadline_s):
                     # Then the workers deliver what they have.
                     self._loop.do(self._core.end_early)
-            if not self._await(lambda: self._delivery is not None, rest_s):
+            if not self._await(is_there, rest_s):
                 awaited = self._awaited()  # now: next, the workers may be told to end
         except BaseException:
-            if (delivery := self._loop.do(self._cancel)) is not None:
-                self.given_up(delivery, "given_up")
+            unwanted = self._loop.do(self._core.take_batch) or ()
+            self._loop.do(self._core.settle_delivered, unwanted, "given_up")
             raise
-        delivery, self._delivery = self._delivery, None
-        if delivery is None:  # unless it comes just now
-            delivery = self._loop.do(self._cancel)
-        if delivery is None:
+        requests = self._loop.do(self._core.take_batch)  # it may have come just now
+        if requests is None:
             raise BatchTimeout(
                 f"no batch within {timeout_s:g} s; waited for {awaited}. "
                 "Faults(batch_timeout_s=...) gives them longer"
             )
         self._stats_recorder.switch_to("assemble")
-        return delivery
+        return requests
 
     def _want(self, wanted: Wanted, keep_s: float) -> None:
         self._check()
         if wanted is not Wanted.REFERENCE:
             self._stats_recorder.batch_requested(self._core.requests.num_waiting)
         self._core.batch_wanted(wanted, keep_s)
-
-    def _deliver(self, wanted: Wanted, requests: Sequence[RolloutRequest]) -> None:
-        taken = [] if wanted is Wanted.REFERENCE else [each.take_rollout() for each in requests]
-        taken.sort(key=lambda rollout: origin(rollout.header))
-        self._delivery = Delivery(requests, taken)
-        self._wake_user()
 
     def _awaited(self) -> str:
         """Say which workers the user waits for, and where the first of them are, if they answer."""
@@ -438,13 +432,6 @@ class Pool(MembershipObserver):
         silent = missing(answers, _PLACES_S)
         told = {w: a.result() for w, a in answers.items() if w not in silent and not a.exception()}
         return awaited + "".join(f"; worker {w} is in {place}" for w, place in told.items())
-
-    def _cancel(self) -> Delivery | None:
-        """The user waits no longer; return the batch if it came."""
-        delivery, self._delivery = self._delivery, None
-        if delivery is None:
-            self._core.batch_cancelled()
-        return delivery
 
     def delivered(self, delivery: Delivery, counts: Sequence[Sequence[VersionFrames]]) -> None:
         """The user has a batch; ``counts``: the frames of each rollout by their version.

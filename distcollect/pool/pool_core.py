@@ -55,7 +55,8 @@ class PoolCore:
 
     Attributes:
         closed: nothing is requested or delivered any more.
-        wanted: what the user's thread waits for.
+        wanted: what the user's thread waits for; None: nothing, or it is there.
+        batch: what it waited for, until it takes it: rollouts in the order of their arrival.
         slots: the worker processes.
         versions: which weights were sent to which worker.
         requests: what was requested from them.
@@ -65,44 +66,36 @@ class PoolCore:
         self,
         plan: BatchPlan,
         staleness: Staleness | None,
+        versions: SentVersions,
         transport: Transport,
+        *,
         failure_sink: FailureSink,
         stats_recorder: StatsRecorder,
-        *,
-        acknowledged: Callable[[int], int],
         post: Callable[..., None],
         clock: Callable[[], int],
-        deliver: Callable[[Wanted, Sequence[RolloutRequest]], None],
         wake_user: Callable[[], None],
-        holder: Callable[[int], int] = lambda worker_id: worker_id,
-        is_coming: Callable[[int], bool] = lambda _: False,
     ) -> None:
         """Start without workers.
 
         Args:
             plan: what is to be collected.
             staleness: which frames are too old, and what becomes of them.
+            versions: which weights were sent to which worker; without any yet.
             transport: reaches the workers.
             failure_sink: is told of workers that failed, or that owe nothing more and may leave.
             stats_recorder: what to count in.
-            acknowledged: gives the newest version of the weights that a worker has.
             post: has an event handled after this one: a function and its arguments.
             clock: gives nanoseconds.
-            deliver: gives the user what it waits for: these requests, in the order of their
-                arrival.
             wake_user: wakes the user's threads: what they wait for may have come.
-            holder: see :class:`~.staleness.SentVersions`.
-            is_coming: see there, too.
         """
         self._transport = transport
         self._failure_sink = failure_sink
         self._stats_recorder = stats_recorder
         self._post = post
         self._clock = clock
-        self._deliver = deliver
         self._wake_user = wake_user
         self.closed = False
-        self.versions = SentVersions(acknowledged, holder, is_coming)
+        self.versions = versions
         self.slots = WorkerSlots(plan.reserved)
         # What is older is not delivered.
         self._bound = None if staleness is None or staleness.mode == "mask" else staleness
@@ -122,6 +115,7 @@ class PoolCore:
         self._prefetch = plan.num_rollouts if plan.sync else 0
         self._ends_early = False  # workers that collect for this batch deliver what they have
         self.wanted: Wanted | None = None
+        self.batch: Sequence[RolloutRequest] | None = None
         self._chosen: RolloutRequest | None = None  # the rollout of the next reference
         self._keep_s = 0.0
         self._activity: Activity | None = None
@@ -129,12 +123,11 @@ class PoolCore:
         self._first_failures = FirstFailures()
 
     def _make_scheduler(self, plan: BatchPlan) -> Scheduler:
-        parts = plan, self.slots, self.requests, self.versions
         if self._pacer is not None:
-            return PacedScheduler(*parts, self._pacer)
+            return PacedScheduler(self.requests, self._pacer)
         if plan.sync:
-            return SyncScheduler(*parts)
-        return InTurnScheduler(*parts) if plan.in_turn else Scheduler(*parts)
+            return SyncScheduler(self.requests)
+        return InTurnScheduler(self.requests) if plan.in_turn else Scheduler(self.requests)
 
     # Events: workers come and go.
 
@@ -384,12 +377,14 @@ class PoolCore:
             self._prefetch = 0 if wanted is Wanted.REFERENCE else _PREFETCH
         self._has_changed = True
 
-    def batch_cancelled(self) -> None:
-        """The user waits no longer, though the batch is not there."""
+    def take_batch(self) -> Sequence[RolloutRequest] | None:
+        """The user waits no longer, and gets the batch; None: it is not there."""
+        batch, self.batch = self.batch, None
         if self.wanted is Wanted.ALL:
             # If it came later it would be older than the request for the next batch.
             self._give_up_all()
         self.wanted = self._chosen = None
+        return batch
 
     def settle_delivered(self, requests: Sequence[RolloutRequest], cause: str | None) -> None:
         """The user has these rollouts, which were delivered; or they are lost by ``cause``.
@@ -445,8 +440,8 @@ class PoolCore:
         if self.wanted is Wanted.ALL:
             self._end_early_if_enough()
         self._ask()
-        delivered, wanted = [], self.wanted
-        if wanted is not None and (delivered := self._delivered(wanted)):
+        if self.wanted is not None and (batch := self._delivered(self.wanted)):
+            self.batch = batch
             self.wanted = self._chosen = None
             self._fetch()
             self._ask()
@@ -454,8 +449,8 @@ class PoolCore:
             self._let_go()
         if self._is_closing and not self.requests.among[RolloutState.KEPT]:
             self._wake_user()
-        if wanted is not None and delivered:
-            self._deliver(wanted, delivered)  # at last: the user runs at once
+        if self.batch is not None:
+            self._wake_user()  # at last: the user runs at once
         elif self.wanted is not None and (activity := self._waits_for()) != self._activity:
             self._activity = activity
             self._stats_recorder.switch_to(activity)
