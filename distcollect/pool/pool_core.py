@@ -119,7 +119,6 @@ class PoolCore:
         self._chosen: RolloutRequest | None = None  # the rollout of the next reference
         self._keep_s = 0.0
         self._activity: Activity | None = None
-        self._untaken = "not_taken"  # the cause for a rollout that no trainer took
         self._first_failures = FirstFailures()
 
     def _make_scheduler(self, plan: BatchPlan) -> Scheduler:
@@ -212,7 +211,8 @@ class PoolCore:
         call = self._setup_calls.begin(method, arguments)
         self._give_up_all()
         if method is WorkerService.seed:
-            self.slots.restart_turns()
+            for slot in self.slots:
+                slot.turn = 0
         return call
 
     def _set_up(self, slot: WorkerSlot, method: Callable[..., Any], args: Sequence[Any]) -> None:
@@ -331,7 +331,8 @@ class PoolCore:
             self.requests.keep_no_longer(request, "worker_lost")
             self.failed(request.slot, error)
         else:
-            self.requests.keep_no_longer(request, None if is_taken else self._untaken)
+            cause = "shut_down" if self._is_closing else "not_taken"
+            self.requests.keep_no_longer(request, None if is_taken else cause)
             self._has_changed = True
 
     def _take_back(self, request: RolloutRequest) -> None:
@@ -416,7 +417,6 @@ class PoolCore:
     def closing(self) -> None:
         """Learn which of the rollouts that other trainers may still take were taken."""
         self._is_closing = True
-        self._untaken = "shut_down"
         for request in self.requests.among[RolloutState.KEPT]:
             self._take_back(request)
 

@@ -244,9 +244,7 @@ class Requests:
             too_old.clear()
         if self._pacer is not None:
             self._pacer.delivered(request)
-        if self.plan.in_turn:
-            self.slots.take_turn(request.slot)
-            self.slots.refresh(request.slot)
+        request.slot.turn += 1
 
     def settle_delivered(self, request: RolloutRequest, cause: str | None) -> None:
         """The user has one that was delivered; or it is lost by ``cause``, before that."""

@@ -201,5 +201,5 @@ class InTurnScheduler(Scheduler):
         # If all is requested, a worker that has nothing to deliver won't have.
         needs_work = not self._requests.num_left
         line = (slot for slot in self._slots.line if slot.rollouts or not needs_work)
-        first = next(line, None)
+        first = min(line, key=attrgetter("place"), default=None)
         return None if first is None else first.oldest_waiting
