@@ -277,7 +277,7 @@ class WithWorkers(Backend):
 
     def _count_lags(
         self, rows: TensorDict, rollouts: Sequence[Rollout], lag_of: Callable[[int, int], int]
-    ) -> list[list[VersionFrames]]:
+    ) -> list[VersionFrames]:
         return count_lags(
             rows, rollouts, lag_of, self.pool.versions.age, self._options.masked_bound
         )
@@ -320,7 +320,8 @@ class WithWorkers(Backend):
         sent = self.pool.versions
         lag, age = sent.lag(header.worker_id, version), sent.age(version)
         self._stats_recorder.delivered([(header.worker_id, lag, num_frames)])
-        self._count([header], *stats_of([[VersionFrames(lag, age, num_frames, False)]]))
+        counts = [VersionFrames(header.worker_id, lag, age, num_frames, is_masked=False)]
+        self._count([header], *stats_of(counts))
         return RolloutReference(
             identity().trainer,
             identity().run_id,

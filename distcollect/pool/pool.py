@@ -433,24 +433,19 @@ class Pool(MembershipObserver):
         told = {w: a.result() for w, a in answers.items() if w not in silent and not a.exception()}
         return awaited + "".join(f"; worker {w} is in {place}" for w, place in told.items())
 
-    def delivered(self, delivery: Delivery, counts: Sequence[Sequence[VersionFrames]]) -> None:
-        """The user has a batch; ``counts``: the frames of each rollout by their version.
+    def delivered(self, delivery: Delivery, frames: Sequence[VersionFrames]) -> None:
+        """The user has a batch, with these frames.
 
         Raises:
             CollectorStateError: its frames are lost, as the pool was closed meanwhile.
         """
-        by_worker = [
-            (rollout.header.worker_id, each)
-            for rollout, of_rollout in zip(delivery.rollouts, counts, strict=True)
-            for each in of_rollout
-        ]
         with self._lock:
             if self._core.closed:
                 raise CollectorStateError("the collector was shut down")
-            self._stats_recorder.delivered((w, each.lag, each.num_frames) for w, each in by_worker)
-            for worker_id, each in by_worker:
+            self._stats_recorder.delivered((f.worker_id, f.lag, f.num_frames) for f in frames)
+            for each in frames:
                 if each.is_masked:
-                    self._core.requests.stale_frames[worker_id] += each.num_frames
+                    self._core.requests.stale_frames[each.worker_id] += each.num_frames
             self._core.settle_delivered(delivery.requests, None)  # nothing follows from it
 
     def given_up(self, delivery: Delivery, cause: str) -> None:
@@ -469,18 +464,17 @@ class Pool(MembershipObserver):
             worker_ids: the workers to send it to; None: all.
             apart: no newer weights of other workers take its place.
         """
-        return self._loop.do(self._publish, flat, worker_ids, apart)
 
-    def _publish(
-        self, flat: torch.Tensor, worker_ids: Sequence[int] | None, apart: bool
-    ) -> PushHandle:
-        self._check()
-        given = self.worker_ids if worker_ids is None else worker_ids
-        selected = self.holders(given)
-        self.version += 1
-        self._core.published(self.version, [w for h in selected for w in self._with_served(h)])
+        def publish() -> PushHandle:
+            self._check()
+            selected = self.holders(self.worker_ids if worker_ids is None else worker_ids)
+            self.version += 1
+            published = [w for h in selected for w in self._with_served(h)]
+            self._core.published(self.version, published)
+            return self._sender.publish(flat, self.version, selected, apart=apart)
+
         # In the event loop, so that versions come to the sender in their order.
-        return self._sender.publish(flat, self.version, selected, apart=apart)
+        return self._loop.do(publish)
 
     def _acknowledged(self, worker_id: int, version: int) -> None:
         with self._lock:
@@ -592,7 +586,12 @@ class Pool(MembershipObserver):
 
         If waiting ends by an exception, the workers are called nevertheless.
         """
-        call = self._loop.do(self._begin_setup_call, method, prepare)
+
+        def begin() -> SetupCall:
+            self._check()
+            return self._core.setup_call_begun(method, prepare())
+
+        call = self._loop.do(begin)
         if not self._await(lambda: not call.late, timeout_s):
             late = sorted(slot.worker_id for slot in list(call.late))
             raise DeadlineError(
@@ -602,14 +601,6 @@ class Pool(MembershipObserver):
             )
         if call.errors:
             raise call.errors[0]
-
-    def _begin_setup_call(
-        self,
-        method: Callable[..., Any],
-        prepare: Callable[[], SetupArguments],
-    ) -> SetupCall:
-        self._check()
-        return self._core.setup_call_begun(method, prepare())
 
     def call(
         self,

@@ -169,19 +169,11 @@ class Requests:
 
     def offered(self, request: RolloutRequest, offer: Offer, now: int) -> None:
         """It lies on its worker since ``now``, in nanoseconds."""
-        slot, header, before = request.slot, offer.header, request.state
+        header, before = offer.header, request.state
         if before is _R.GIVEN_UP:  # when its worker was lost
             offer.decline()
             return
-        self.ledger.announce(
-            slot.worker_id,
-            slot.incarnation,
-            header.sequence,
-            header.num_frames,
-            stepped=header.stepped,
-            lost=dict(header.lost) if header.lost else {},
-            env_faults=header.env_faults,
-        )
+        self.ledger.announce(header)
         request.header, request.offer = header, offer
         self._measure(request, (now - request.asked_at) / 1e9)
         lowest, _ = header.policy_version

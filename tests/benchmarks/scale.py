@@ -171,7 +171,7 @@ class SimulatedRun:
         """Get batches as a collector does."""
         for _ in range(num_batches):
             delivery = self.pool.get(_LIMIT_S)
-            counts = [[VersionFrames(0, 0, _NUM_STEPS, is_masked=False)]] * len(delivery.rollouts)
+            counts = [VersionFrames(0, 0, 0, _NUM_STEPS, is_masked=False)] * len(delivery.rollouts)
             self.pool.delivered(delivery, counts)
             del delivery
 

@@ -30,7 +30,7 @@ FLAT = torch.zeros(16, dtype=torch.uint8)
 def taken(pool: Pool, timeout_s: float) -> list[Rollout]:
     """The rollouts of the next batch, which the user has then."""
     delivery = pool.get(timeout_s)
-    pool.delivered(delivery, [[]] * len(delivery.rollouts))
+    pool.delivered(delivery, ())
     return delivery.rollouts
 
 

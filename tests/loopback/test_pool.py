@@ -18,7 +18,7 @@ def test_answers_that_come_at_once_do_not_nest() -> None:
         delivery = run.pool.get(60)
         worker_ids = [rollout.header.worker_id for rollout in delivery.rollouts]
         assert worker_ids == list(range(num_workers))
-        run.pool.delivered(delivery, [[]] * num_workers)
+        run.pool.delivered(delivery, ())
     run.close()
 
 
