@@ -162,6 +162,7 @@ class InferenceServer:
         policy: Callable[..., Any],
         weights: LiveWeights,
         counter: StepCounter,
+        jobs: queue.SimpleQueue[Callable[[], object] | None],
         *,
         worker_id: int,
         num_cores: int,
@@ -173,11 +174,13 @@ class InferenceServer:
             policy: the policy, on its device.
             weights: its weights.
             counter: says what the process does.
+            jobs: what its thread is to do besides; :meth:`ring` tells of a new one.
             worker_id: the process's slot.
             num_cores: that it and its workers may keep busy.
         """
         self._serving, self._policy, self._weights = serving, policy, weights
         self._counter, self._worker_id, self._num_cores = counter, worker_id, num_cores
+        self._jobs = jobs
         self._served: set[int] = set()  # the ids of all workers of this host that have been here
         self._groups: list[_Group] = []
         self._clients: set[_Client] = set()
@@ -194,8 +197,7 @@ class InferenceServer:
         self._listening.listen(socket.SOMAXCONN)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listening, selectors.EVENT_READ, self._accept)
-        self._selector.register(self._bell, selectors.EVENT_READ, self._hear)
-        self._posted: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._selector.register(self._bell, selectors.EVENT_READ, partial(self._bell.recv, 4096))
 
     def ring(self) -> None:
         """There are jobs to do, or new weights."""
@@ -204,13 +206,8 @@ class InferenceServer:
 
     def post(self, work: Callable[[], object]) -> None:
         """Have the thread that serves do this next."""
-        self._posted.put(work)
+        self._jobs.put(work)
         self.ring()
-
-    def _hear(self) -> None:
-        self._bell.recv(4096)
-        while not self._posted.empty():
-            self._posted.get()()
 
     def close(self) -> None:
         """Take leave of all workers."""
@@ -220,18 +217,18 @@ class InferenceServer:
         for each in (self._listening, self._bell, self._ringer):
             each.close()
 
-    def serve(self, jobs: queue.SimpleQueue[Callable[[], object] | None]) -> None:
+    def serve(self) -> None:
         """Answer until there is a None among the jobs, which are done between two answers."""
         while True:
-            with contextlib.suppress(queue.Empty):
-                while (job := jobs.get_nowait()) is not None:
-                    job()
-                jobs.put(None)  # the end is for the caller, too
-                return
             self._swap_weights()
             wait_ns = self._batching.wait_ns(clock_ns())
             for key, _ in self._selector.select(None if wait_ns is None else wait_ns / 1e9):
                 key.data()
+            with contextlib.suppress(queue.Empty):
+                while (job := self._jobs.get_nowait()) is not None:
+                    job()
+                self._jobs.put(None)  # the end is for the caller, too
+                return
             self._swap_weights()
             if self._batching.wait_ns(clock_ns()) == 0:
                 self._launch()
