@@ -104,8 +104,8 @@ class Play:
 
     def wake_user(self) -> None:
         if self.core.batch is not None:
-            batch = self.core.take_batch() or ()
-            self.delivered.append([request.worker_id for request in batch])
+            taken = self.core.take_batch() or ()
+            self.delivered.append([request.worker_id for request in taken])
 
     def drained(self, worker_id: int, incarnation: int) -> None:
         self.left.append((worker_id, incarnation))

@@ -16,8 +16,7 @@ def test_answers_that_come_at_once_do_not_nest() -> None:
     run = SimulatedRun(num_workers, sync=True, has_threads=False)
     for _ in range(2):
         delivery = run.pool.get(60)
-        worker_ids = [rollout.header.worker_id for rollout in delivery.rollouts]
-        assert worker_ids == list(range(num_workers))
+        assert [r.header.worker_id for r in delivery.rollouts] == [*range(num_workers)]
         run.pool.delivered(delivery, ())
     run.close()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from distcollect.pool.ledger import Ledger
@@ -11,39 +13,29 @@ from distcollect.rollout.header import Header
 FRAMES = 10
 
 
-def ready(
-    worker_id: int,
-    incarnation: int,
-    sequence: int,
-    *,
-    stepped: int,
-    lost: dict[str, int] | None = None,
-    faults: int = 0,
-) -> Header:
+def ready(worker_id: int, incarnation: int, sequence: int, **more: Any) -> Header:
     """What a worker says of a rollout that lies there."""
-    key, sizes = (worker_id, incarnation, sequence), (FRAMES, FRAMES, 0)
-    losses = tuple((lost or {}).items())
-    return Header(*key, *sizes, (0, 0), stepped=stepped, lost=losses, env_faults=faults)
+    return Header(worker_id, incarnation, sequence, FRAMES, FRAMES, 0, (0, 0), **more)
 
 
-def announced(*sequences: int, stepped: int = 0, lost: dict[str, int] | None = None) -> Ledger:
+def announced(*sequences: int, stepped: int = 0) -> Ledger:
     """Register ready rollouts of worker 3's first process."""
     ledger = Ledger()
     for sequence in sequences:
-        so_far = (sequence + 1) * FRAMES
-        ledger.announce(ready(3, 0, sequence, stepped=max(stepped, so_far), lost=lost))
+        so_far = max(stepped, (sequence + 1) * FRAMES)
+        ledger.announce(ready(3, 0, sequence, stepped=so_far))
     return ledger
 
 
 def test_env_faults_of_all_processes_of_a_worker() -> None:
     ledger = Ledger()
-    ledger.announce(ready(3, 0, 0, stepped=FRAMES, faults=2))
-    ledger.announce(ready(3, 0, 1, stepped=2 * FRAMES, faults=3))
+    ledger.announce(ready(3, 0, 0, stepped=FRAMES, env_faults=2))
+    ledger.announce(ready(3, 0, 1, stepped=2 * FRAMES, env_faults=3))
     ledger.env_failed(3, 0, 5)
     ledger.lose_waiting("shut_down")
     ledger.end(3, 0, "worker_lost", stepped=2 * FRAMES)
     ledger.env_failed(3, 0, 9)  # it is settled
-    ledger.announce(ready(3, 1, 0, stepped=FRAMES, faults=1))
+    ledger.announce(ready(3, 1, 0, stepped=FRAMES, env_faults=1))
     report = ledger.report()
     assert report.workers[3].env_faults == report.total.env_faults == 6
     assert str(report).splitlines()[0].endswith("env faults")
@@ -59,7 +51,7 @@ def test_rollouts_are_announced_in_their_order_and_once(sequence: int) -> None:
         ValueError,
         match=f"worker 3, incarnation 0: rollout {sequence} was announced, but 2 is next",
     ):
-        ledger.announce(ready(3, 0, sequence, stepped=99, lost={"x": 1}))
+        ledger.announce(ready(3, 0, sequence, stepped=99, lost=[("x", 1)]))
     assert ledger.report() == before
 
 
@@ -97,7 +89,7 @@ def test_the_report_is_a_table() -> None:
     for sequence in range(300):
         ledger.announce(ready(0, 0, sequence, stepped=(sequence + 1) * FRAMES))
         ledger.deliver(0, 0, sequence)
-    ledger.announce(ready(11, 0, 0, stepped=12, lost={"row_skew": 2}))
+    ledger.announce(ready(11, 0, 0, stepped=12, lost=[("row_skew", 2)]))
     assert str(ledger.report()).splitlines() == [
         "worker  stepped  delivered  lost: row_skew  open",
         "     0    3,000      3,000               0     0",
