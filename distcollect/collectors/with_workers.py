@@ -30,10 +30,10 @@ from distcollect.policy.weight_layout import published
 from distcollect.pool.background_evaluation import Evaluators
 from distcollect.pool.handover import HandoverReceiver, RolloutReference
 from distcollect.pool.policy_lag import VersionFrames, count_lags, stats_of
-from distcollect.pool.pool import Delivery, Pool
+from distcollect.pool.pool import Pool
 from distcollect.pool.publisher import Publisher, Weights, WorkerIds
 from distcollect.pool.remote_calls import EnvCall, RemoteCalls
-from distcollect.pool.worker_slots import BatchPlan
+from distcollect.pool.worker_slots import BatchPlan, RolloutRequest
 from distcollect.results import Evaluation, LedgerReport, Stats, WorkerState
 from distcollect.rollout.header import Rollout
 from distcollect.roster.manager import Workers
@@ -258,21 +258,22 @@ class WithWorkers(Backend):
             self.on_failure()
 
     def _collect(self, timeout_s: float) -> Batch:
-        delivery = self._noting_failures(self._gather, timeout_s)
+        requests = self._noting_failures(self._gather, timeout_s)
         try:
-            headers = [rollout.header for rollout in delivery.rollouts]
-            frames = self._assembled(self.layout, delivery.rollouts)
-            counts = self._count_lags(frames, delivery.rollouts, self.pool.versions.lag)
+            rollouts = [request.take_rollout() for request in requests]
+            frames = self._assembled(self.layout, rollouts)
+            counts = self._count_lags(frames, rollouts, self.pool.versions.lag)
         except BaseException:
-            self.pool.given_up(delivery, "given_up")
+            self.pool.given_up(requests, "given_up")
             raise
 
         def settle(cause: str | None) -> None:
             if cause is not None:
-                self.pool.given_up(delivery, cause)
+                self.pool.given_up(requests, cause)
                 return
-            self.pool.delivered(delivery, counts)
+            self.pool.delivered(requests, counts)
 
+        headers = [rollout.header for rollout in rollouts]
         return Batch(frames, headers, *stats_of(counts), settle)
 
     def _count_lags(
@@ -291,7 +292,7 @@ class WithWorkers(Backend):
             self.has_failed = True
             raise
 
-    def _gather(self, timeout_s: float) -> Delivery:
+    def _gather(self, timeout_s: float) -> list[RolloutRequest]:
         """The rollouts of the next batch.
 
         Where workers come and go by themselves, it waits for others once all have left.

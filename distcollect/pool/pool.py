@@ -23,7 +23,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Concatenate, ParamSpec
 
@@ -58,7 +57,6 @@ from distcollect.pool.worker_slots import (
     WorkerSlot,
 )
 from distcollect.results import LedgerReport, WorkerThroughput
-from distcollect.rollout.header import Rollout
 from distcollect.roster.interfaces import FailureSink, MembershipObserver
 from distcollect.telemetry.recorder import StatsRecorder
 from distcollect.transport.protocol import Transport
@@ -72,21 +70,6 @@ P = ParamSpec("P")
 _TAKE_BACK_S = 2.0
 # How many workers are asked where they are when a batch is late, and for how long.
 _NUM_PLACES, _PLACES_S = 3, 2.0
-
-
-@dataclass(eq=False)
-class Delivery:
-    """The rollouts of a batch on their way to the user.
-
-    They are in the ledger once :meth:`Pool.delivered` or :meth:`Pool.given_up` is called with it.
-
-    Attributes:
-        requests: of the rollouts.
-        rollouts: the rollouts, in the order of their workers' ids.
-    """
-
-    requests: Sequence[RolloutRequest]
-    rollouts: list[Rollout]
 
 
 class Pool(MembershipObserver):
@@ -350,8 +333,8 @@ class Pool(MembershipObserver):
 
     # Batches.
 
-    def get(self, timeout_s: float) -> Delivery:
-        """Wait for the rollouts of the next batch.
+    def get(self, timeout_s: float) -> list[RolloutRequest]:
+        """Wait for the rollouts of the next batch, which come in the order of their workers' ids.
 
         In sync mode they are fresh, one of every worker. A worker collects once it has the newest
         weights that were sent to it. The share of one that is missing falls to the others. In async
@@ -365,9 +348,7 @@ class Pool(MembershipObserver):
             DistCollectError: the run can't go on.
         """
         requests = self._gather(Wanted.ALL if self._plan.sync else Wanted.NEXT, timeout_s)
-        rollouts = [request.take_rollout() for request in requests]
-        rollouts.sort(key=lambda rollout: origin(rollout.header))
-        return Delivery(requests, rollouts)
+        return sorted(requests, key=lambda request: origin(request.known_header))
 
     def hand_over(self, timeout_s: float, keep_s: float) -> RolloutRequest:
         """Return the next rollout of whichever worker, for another trainer; async mode only.
@@ -433,7 +414,7 @@ class Pool(MembershipObserver):
         told = {w: a.result() for w, a in answers.items() if w not in silent and not a.exception()}
         return awaited + "".join(f"; worker {w} is in {place}" for w, place in told.items())
 
-    def delivered(self, delivery: Delivery, frames: Sequence[VersionFrames]) -> None:
+    def delivered(self, batch: Sequence[RolloutRequest], frames: Sequence[VersionFrames]) -> None:
         """The user has a batch, with these frames.
 
         Raises:
@@ -446,11 +427,11 @@ class Pool(MembershipObserver):
             for each in frames:
                 if each.is_masked:
                     self._core.requests.stale_frames[each.worker_id] += each.num_frames
-            self._core.settle_delivered(delivery.requests, None)  # nothing follows from it
+            self._core.settle_delivered(batch, None)  # nothing follows from it
 
-    def given_up(self, delivery: Delivery, cause: str) -> None:
+    def given_up(self, batch: Sequence[RolloutRequest], cause: str) -> None:
         """The user will not have a batch; its frames are lost by ``cause``."""
-        self._loop.do(self._core.settle_delivered, delivery.requests, cause)
+        self._loop.do(self._core.settle_delivered, batch, cause)
 
     # Weights.
 

@@ -29,9 +29,9 @@ FLAT = torch.zeros(16, dtype=torch.uint8)
 
 def taken(pool: Pool, timeout_s: float) -> list[Rollout]:
     """The rollouts of the next batch, which the user has then."""
-    delivery = pool.get(timeout_s)
-    pool.delivered(delivery, ())
-    return delivery.rollouts
+    requests = pool.get(timeout_s)
+    pool.delivered(requests, ())
+    return [request.take_rollout() for request in requests]
 
 
 class RolloutRequest:
