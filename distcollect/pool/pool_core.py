@@ -22,12 +22,7 @@ from distcollect.config import Staleness
 from distcollect.errors import EnvError, is_server, slot_name
 from distcollect.pool.first_failures import FirstFailures
 from distcollect.pool.requests import Requests
-from distcollect.pool.schedulers import (
-    InTurnScheduler,
-    PacedScheduler,
-    Scheduler,
-    SyncScheduler,
-)
+from distcollect.pool.schedulers import scheduler_for
 from distcollect.pool.setup_calls import SetupArguments, SetupCall, SetupCalls
 from distcollect.pool.staleness import Pacer, SentVersions
 from distcollect.pool.worker_slots import (
@@ -103,7 +98,7 @@ class PoolCore:
         if staleness is not None and staleness.mode == "pace" and not (plan.sync or plan.in_turn):
             self._pacer = Pacer(staleness, self.versions)
         self.requests = Requests(plan, self.slots, self.versions, pacer=self._pacer)
-        self._scheduler = self._make_scheduler(plan)
+        self._scheduler = scheduler_for(self.requests, self._pacer)
         self.slots.may_ask = self._scheduler.may_ask
         self._plan = plan
         self._setup_calls = SetupCalls(self.slots, self._set_up)
@@ -120,13 +115,6 @@ class PoolCore:
         self._keep_s = 0.0
         self._activity: Activity | None = None
         self._first_failures = FirstFailures()
-
-    def _make_scheduler(self, plan: BatchPlan) -> Scheduler:
-        if self._pacer is not None:
-            return PacedScheduler(self.requests, self._pacer)
-        if plan.sync:
-            return SyncScheduler(self.requests)
-        return InTurnScheduler(self.requests) if plan.in_turn else Scheduler(self.requests)
 
     # Events: workers come and go.
 

@@ -203,3 +203,12 @@ class InTurnScheduler(Scheduler):
         line = (slot for slot in self._slots.line if slot.rollouts or not needs_work)
         first = min(line, key=attrgetter("place"), default=None)
         return None if first is None else first.oldest_waiting
+
+
+def scheduler_for(requests: Requests, pacer: Pacer | None) -> Scheduler:
+    """Return the scheduler of the mode that the plan says; ``pacer``: bounds staleness, if any."""
+    if pacer is not None:
+        return PacedScheduler(requests, pacer)
+    if requests.plan.sync:
+        return SyncScheduler(requests)
+    return InTurnScheduler(requests) if requests.plan.in_turn else Scheduler(requests)
