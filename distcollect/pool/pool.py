@@ -340,6 +340,8 @@ class Pool(MembershipObserver):
         weights that were sent to it. The share of one that is missing falls to the others. In async
         mode it is the next rollout of whichever worker; all go on collecting meanwhile.
 
+        They are in the ledger once :meth:`delivered` or :meth:`given_up` is called with them.
+
         Args:
             timeout_s: seconds to wait.
 
