@@ -15,7 +15,7 @@ import torch
 from gymnasium.envs.registration import find_highest_version, parse_env_id
 
 from distcollect.common.tables import counted
-from distcollect.envs.base import Envs, InfoKeys, Maker, describe
+from distcollect.envs.base import Envs, InfoKeys, Maker, Remaker, describe
 from distcollect.envs.closing import close
 from distcollect.envs.kinds import EnvKind, is_env, kind_of
 from distcollect.envs.vector_ids import VectorMaker, vector_maker
@@ -124,7 +124,7 @@ def make_envs(
         )
     envs: list[Any] = []
     opened: list[Any] = []
-    remakers: list[Callable[[], Any] | None] = []
+    remakers: list[Remaker] = []
     try:
         for row, (maker, context) in enumerate(zip(makers, contexts, strict=True)):
             make = partial(_make, maker, row, context, device)

@@ -14,6 +14,7 @@ from distcollect.envs.base import (
     Env,
     EnvBatch,
     InfoKeys,
+    Remaker,
     Step,
     called,
     name_of,
@@ -40,10 +41,7 @@ class SingleEnvBatch(EnvBatch):
     steps_parts = True
 
     def __init__(
-        self,
-        envs: Sequence[Env],
-        info_keys: InfoKeys | None = None,
-        makers: Sequence[Callable[[], Any] | None] = (),
+        self, envs: Sequence[Env], info_keys: InfoKeys | None, makers: Sequence[Remaker]
     ) -> None:
         """Bring ``envs`` into the form of an :class:`EnvBatch`.
 
@@ -52,7 +50,7 @@ class SingleEnvBatch(EnvBatch):
         Args:
             envs: one for each row.
             info_keys: see :func:`~distcollect.envs.make.make_envs`.
-            makers: for each row what makes its env again, None where nothing does.
+            makers: for each row what makes its env again.
         """
         first = envs[0]
 
