@@ -17,6 +17,7 @@ from distcollect.common.step_counter import NUM_TASKS, STEPPED, TASK, StepCounte
 from distcollect.engine.env_recovery import EnvRecovery, taken_faults
 from distcollect.engine.interrupts import Interrupts, Stopped
 from distcollect.engine.plan import WorkerPlan
+from distcollect.engine.trajectories import Trajectories
 from distcollect.envs.base import Envs
 from distcollect.errors import EnvError, PolicyError, users_errors
 from distcollect.policy.base import Woken
@@ -63,7 +64,9 @@ class EngineBase(ABC):
     layout: Layout
     next_seed: int | None = None
 
-    def __init__(self, envs: Envs, plan: WorkerPlan, counter: StepCounter | None) -> None:
+    def __init__(
+        self, envs: Envs, plan: WorkerPlan, traj_ids: Iterator[int], counter: StepCounter | None
+    ) -> None:
         """Take over the envs, once the policy of the plan was called with what they need."""
         self.options = plan
         self.envs: Any = envs
@@ -77,6 +80,7 @@ class EngineBase(ABC):
         self.step_timer = StepTimer(envs.num_envs, plan.metrics, traces=plan.traces)
         self.recovery = EnvRecovery(envs, self.counter, plan.max_env_faults)
         self.interrupts = Interrupts()
+        self._trajectories = Trajectories(envs.num_envs, traj_ids)
         if plan.link is not None:
             self.weights = plan.link.weights
             self.interrupts.on_request = plan.link.ring
@@ -98,12 +102,12 @@ class EngineBase(ABC):
         """Reset all envs at the beginning of the next rollout."""
         self._reset_due = True
 
-    @abstractmethod
     def use_traj_ids(self, traj_ids: Iterator[int]) -> None:
         """Take trajectory ids from ``traj_ids`` from now on; to be called between two rollouts.
 
         The trajectories under way get a new id, too.
         """
+        self._trajectories.use_ids(traj_ids)
 
     def stop(self) -> None:
         """Make the running or next :meth:`collect` raise :class:`Stopped` between two steps."""

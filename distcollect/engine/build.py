@@ -43,13 +43,7 @@ def build_engine(
         PolicyError: the policy can't be made, raised, or its output doesn't fit the action space.
     """
     contexts = [
-        EnvContext(
-            worker_id=worker_id,
-            env_index=index,
-            incarnation=incarnation,
-            seed=None,
-            for_evaluation=plan.for_evaluation,
-        )
+        EnvContext(worker_id, index, incarnation, None, plan.for_evaluation)
         for index in range(plan.num_envs)
     ]
     envs = make_envs(
