@@ -7,6 +7,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 
 from distcollect.common.clock import clock_ns
 from distcollect.common.step_counter import NUM_TASKS, STEPPED, TASK, StepCounter, Task
+from distcollect.common.waiting import answer
 from distcollect.engine.env_recovery import EnvRecovery, taken_faults
 from distcollect.engine.interrupts import Interrupts, Stopped
 from distcollect.engine.plan import WorkerPlan
@@ -197,18 +199,14 @@ class EngineBase(ABC):
 
         A call that takes longer than ``limit_s`` is taken to hang, and the process is ended.
         """
-        answer: Future[list[Any]] = Future()
 
-        def call() -> None:
-            try:
-                with self.counter.doing(Task.CALL, limit_s):
-                    result = _copied(self.envs.call(name, args, kwargs), name)
-                answer.set_result(result)
-            except users_errors() as error:
-                answer.set_exception(error)
+        def call() -> list[Any]:
+            with self.counter.doing(Task.CALL, limit_s):
+                return _copied(self.envs.call(name, args, kwargs), name)
 
-        self.interrupts.add_job(call)
-        return answer
+        future: Future[list[Any]] = Future()
+        self.interrupts.add_job(partial(answer, future, call))
+        return future
 
     def header(
         self, slab: AnySlab, worker_id: int, incarnation: int, sequence: int, num_bytes: int = 0
@@ -357,7 +355,7 @@ def _copied(result: list[Any], name: str) -> list[Any]:
     """
     try:
         copy: list[Any] = pickle.loads(pickle.dumps(result))
-    except Exception as error:
+    except users_errors() as error:
         raise EnvError(
             f"what {name!r} returned can't be pickled ({type(error).__name__}: {error}), so it "
             "can't be sent to the trainer; return numbers, arrays or tensors"

@@ -38,13 +38,7 @@ class Engine(EngineBase):
     envs: EnvBatch
 
     def __init__(
-        self,
-        envs: EnvBatch,
-        plan: WorkerPlan,
-        *,
-        traj_ids: Iterator[int],
-        shared: bool = False,
-        counter: StepCounter | None = None,
+        self, envs: EnvBatch, plan: WorkerPlan, traj_ids: Iterator[int], counter: StepCounter | None
     ) -> None:
         """Reset the envs and call the policy once, to learn which leaves it writes.
 
@@ -52,7 +46,6 @@ class Engine(EngineBase):
             envs: the n envs.
             plan: the policy, which was made, and how to step.
             traj_ids: the ids of new trajectories.
-            shared: the policy is the user's own object, not a copy.
             counter: counts the frames; None: a new one.
 
         Raises:
@@ -79,7 +72,7 @@ class Engine(EngineBase):
                 for_evaluation=plan.for_evaluation,
             )
         else:
-            self._policy = user_policy(plan, envs, envs.obs, shared=shared)
+            self._policy = user_policy(plan, envs, envs.obs)
         _check_options(plan, envs)
         envs.limit_frames(plan.max_frames_per_traj)
         super().__init__(envs, plan, traj_ids, counter)
@@ -156,9 +149,7 @@ class Engine(EngineBase):
             self.recovery.rebuild(fault)
 
 
-def user_policy(
-    plan: WorkerPlan, envs: EnvBatch, observation: Arrays, *, shared: bool = False
-) -> UserPolicy:
+def user_policy(plan: WorkerPlan, envs: EnvBatch, observation: Arrays) -> UserPolicy:
     """The policy of a plan, bound to arrays of observations like those of the envs.
 
     Raises:
@@ -171,7 +162,7 @@ def user_policy(
         envs.action_space,
         exploration=plan.exploration,
         device=plan.device,
-        shared=shared,
+        shared=plan.shares_policy,
         normalizer=plan.normalizer,
     )
 

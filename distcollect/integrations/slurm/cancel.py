@@ -14,12 +14,8 @@ from distcollect.launch.run_folder import ENDED
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument(
-        "run_folder",
-        metavar="RUN",
-        type=Path,
-        help="the run folder that 'distcollect submit' printed",
-    )
+    about = "the run folder that 'distcollect submit' printed"
+    parser.add_argument("run_folder", metavar="RUN", type=Path, help=about)
 
 
 def run(given: argparse.Namespace) -> int:

@@ -39,10 +39,8 @@ class TensorDictEngine(EngineBase):
         self,
         envs: TorchRLEnvs,
         plan: WorkerPlan,
-        *,
         traj_ids: Iterator[int],
-        shared: bool = False,
-        counter: StepCounter | None = None,
+        counter: StepCounter | None,
     ) -> None:
         """Reset the envs, and call the policy once with a copy of what that gave.
 
@@ -50,7 +48,6 @@ class TensorDictEngine(EngineBase):
             envs: the envs.
             plan: the policy, which was made, and how to step.
             traj_ids: the ids of new trajectories.
-            shared: of no meaning, as the policy is called as it is.
             counter: counts the frames; None: a new one.
 
         Raises:
