@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from distcollect.errors import LaunchError
 from distcollect.integrations.slurm.jobs import COMMAND_TIMEOUT_S, check_slurm
-from distcollect.integrations.slurm.status import run_in
+from distcollect.integrations.slurm.status import add_run_folders, run_in
 from distcollect.integrations.slurm.task import run_command
 from distcollect.launch.run_folder import ENDED
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument(
-        "run_folder",
-        metavar="RUN",
-        nargs="+",
-        type=Path,
-        help="the run folder that 'distcollect submit' printed; or several, as in runs/train-*",
-    )
+    add_run_folders(parser)
 
 
 def run(given: argparse.Namespace) -> int:
