@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from helpers.judge_checkpoints import CheckpointAccount, Processes, Session
 from helpers.judge_settings import drawn
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 CALLS = ["next", "next", "publish", "evaluate", "evaluate", "step", "step", "save", "time_passes"]
@@ -35,7 +35,7 @@ def sessions(draw: st.DrawFn) -> Session:
         if draw(st.booleans()):
             script += [("learn", draw(st.integers(-9, 9))), ("evaluate",)]
         script.append((draw(st.sampled_from(["step", "save", "save"])),))
-        killed_at[str(len(script) - 1)] = draw(st.integers(1, 250))
+        killed_at[str(len(script) - 1)] = draw(st.integers(1, 400))
     return Session(
         script=script, killed_at=killed_at, has_workers=draw(st.sampled_from([False, False, True]))
     )
@@ -48,7 +48,15 @@ def processes() -> Iterator[Processes]:
     processes.close()
 
 
-@drawn()
+def best_of(value: int, **killed_at: int) -> Session:
+    script = [("learn", value), ("evaluate",), ("save",)]
+    return Session(script=script, killed_at=killed_at, has_workers=False)
+
+
+@drawn(0.75)
+@example(  # killed once the newest file is there, and that of the best is not
+    run=[best_of(3), best_of(5, **{"2": 200}), best_of(4)], keep_last=1, total_frames=-1
+)
 @given(
     run=st.lists(sessions(), min_size=1, max_size=5),
     keep_last=st.integers(1, 3),
