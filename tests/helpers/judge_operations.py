@@ -239,7 +239,8 @@ class Account:
         received: how many frames the present collector delivered, by worker_id.
         ended: the returns of its episodes that were delivered from their start to their end.
         is_exact: whether the statistics are those of ``values``.
-        ids: traj_id to the env and episode.
+        ids: traj_id to the stream, env and episode.
+        stream: "taken" of rollouts that were handed over; "" else. Neither goes on in the other.
     """
 
     world: World
@@ -257,14 +258,15 @@ class Account:
     returns: Moments = field(default_factory=Moments)
     _discounted: dict[int, float] = field(default_factory=dict)  # by traj_id
     _delivered: set[tuple[int, int, int]] = field(default_factory=set)
-    ids: dict[int, tuple[int, int]] = field(default_factory=dict)
-    _seen: dict[int, Seen] = field(default_factory=dict)
+    ids: dict[int, tuple[str, int, int]] = field(default_factory=dict)
+    stream: str = ""
+    _seen: dict[tuple[str, int], Seen] = field(default_factory=dict)
     _falls: Counter[int] = field(default_factory=Counter)  # of the count of calls
-    _to_begin: set[int] = field(default_factory=set)
+    _to_begin: set[tuple[str, int]] = field(default_factory=set)
 
     def begins(self) -> None:
-        """The next frame of each env is of a new episode."""
-        self._to_begin = {*self._seen}
+        """The next frame of each env is of a new episode, but in what was handed over before."""
+        self._to_begin = {(stream, uid) for stream, uid in self._seen if not stream}
 
     def freeze(self, version: int) -> None:
         """The statistics of now are those of a version."""
@@ -311,8 +313,10 @@ class Account:
         self._delivered.add((uid, *place))
         self.received[env.worker_id] += 1
         assert about["worker_id"] == env.worker_id, where
-        known = self.ids.setdefault(traj_id, (uid, episode))
-        assert known == (uid, episode), f"{where}: traj_id {traj_id} was that of {known}"
+        known = self.ids.setdefault(traj_id, (self.stream, uid, episode))
+        assert known == (self.stream, uid, episode), (
+            f"{where}: traj_id {traj_id} was that of {known}"
+        )
         # The transition.
         assert frame["next", "place"] == [uid, episode, num + 1], where
         assert not faulted or (env.is_broken and (episode, num + 1) not in env.steps), where
@@ -338,8 +342,8 @@ class Account:
             began = memory - num
             assert num or began == code, f"{where}: begins with the memory of other weights"
         now = Seen(place, step.number, traj_id, ends[2], version, calls, began)
-        self._check_following(where, self._seen.get(uid), now, env)
-        self._seen[uid] = now
+        self._check_following(where, self._seen.get((self.stream, uid)), now, env)
+        self._seen[self.stream, uid] = now
         if ends[2] and not faulted:
             self.ended.append(sum(env.steps[episode, each].action for each in range(num + 1)))
         frame["truth"] = step
@@ -347,9 +351,10 @@ class Account:
     def _check_following(self, where: str, last: Seen | None, now: Seen, env: TellingEnv) -> None:
         """Check what goes on from the last frame of an env that was delivered."""
         if last is not None:
-            is_new = env.uid not in self._to_begin or now.place[0] > last.place[0]
+            key = self.stream, env.uid
+            is_new = key not in self._to_begin or now.place[0] > last.place[0]
             assert is_new, f"{where}: goes on after set_seed()"
-            self._to_begin.discard(env.uid)
+            self._to_begin.discard(key)
             assert now.place > last.place, f"{where}: delivered after {last.place}"
             assert now.version >= last.version, f"{where}: an older version came back"
             follows = now.number == last.number + 1
