@@ -72,6 +72,8 @@ NEUTRAL: dict[str, Any] = {
     "draw": _draw,
 }
 RECORDS = ("raw", "normalized")
+# Users may change weights and never publish them.
+MAY_WARN = pytest.mark.filterwarnings("ignore:the policy's weights were changed")
 CASES = st.fixed_dictionaries(
     {
         "num_workers": st.integers(1, 3),
