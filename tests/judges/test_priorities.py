@@ -152,6 +152,13 @@ class PrioritizedOperations(Operations):
         self.take()
         self.sample(seed + 1)
 
+    @rule(mode=st.sampled_from(sorted(MODES)), seed=st.integers(0, 99))
+    def resume(self, mode: str, seed: int) -> None:
+        self.train_on(seed, 5.0)
+        self.save_and_load(mode, 1)
+        self.take()
+        self.sample(seed)
+
     @rule()
     def empty(self) -> None:
         with self.quiet:
