@@ -227,7 +227,7 @@ class WorkerStats(_Figures):
     """Statistics of one worker: of all processes that have had its worker_id.
 
     Attributes:
-        state: "joining", "ready", "lost" or "left".
+        state: "joining", "ready", "suspected", "lost" or "left".
         pid: of its newest process; 0 if that is not known. In ``ps -e`` it is ``dc-worker-3``.
         host: on which that runs, or ran.
         frames: number of frames delivered.
@@ -541,11 +541,13 @@ class WorkerState(enum.Enum):
     Attributes:
         JOINING: its process is starting, the first one or a replacement.
         READY: it is present.
+        SUSPECTED: it has given no sign of life for a while, but still counts as present.
         LOST: it is gone, and won't be replaced.
         LEFT: it was told to leave, and has left.
     """
 
     JOINING = "joining"
     READY = "ready"
+    SUSPECTED = "suspected"
     LOST = "lost"
     LEFT = "left"

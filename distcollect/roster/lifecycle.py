@@ -54,7 +54,7 @@ from distcollect.net.messages import (
 from distcollect.net.server import Connection
 from distcollect.results import WorkerState
 from distcollect.roster.interfaces import MembershipObserver
-from distcollect.roster.membership import Membership, MembershipCommand, Ping, Start
+from distcollect.roster.membership import PRESENT, Membership, MembershipCommand, Ping, Start
 from distcollect.roster.plans import PlanSender
 from distcollect.roster.process import Process, ProcessKey, message_of, mismatch, start_report
 from distcollect.roster.status import Status, WorkerEnd
@@ -492,7 +492,7 @@ class Lifecycle(HostEvents):
 
     def _outlook(self, worker_id: int) -> str:
         delay_s = self._membership.delay(worker_id, time.monotonic())
-        if self._membership.state(worker_id) is WorkerState.READY:
+        if self._membership.state(worker_id) in PRESENT:
             return "it was replaced"
         if self._membership.state(worker_id) is not WorkerState.JOINING:
             if self._hosts.placer is not None and worker_id not in self._given_up:

@@ -22,6 +22,7 @@ from distcollect.launch.open_hosts import WantedHosts, open_hosts
 from distcollect.results import WorkerState
 from distcollect.roster.interfaces import MembershipObserver
 from distcollect.roster.lifecycle import EXIT_TIMEOUT_S, Lifecycle
+from distcollect.roster.membership import PRESENT
 from distcollect.roster.status import RunPhase, Status
 from distcollect.transport.exposure import exposure
 from distcollect.transport.start import start_transport
@@ -262,8 +263,7 @@ class Workers:
         """Return True if the workers that the first batch should come from are ready."""
         ready, states = self._status.worker_infos, self._status.states
         if not self.is_elastic:
-            first = range(max(1, self._num_first))
-            return all(states.get(w) is WorkerState.READY for w in first)
+            return all(states.get(w) in PRESENT for w in range(max(1, self._num_first)))
         if self._hosts.placer is None:
             return True
         # Those that a scheduler can start now: with fewer, the first batches would depend on which

@@ -5,7 +5,7 @@ any clock that only goes forward.
 
 ::
 
-    PAUSED ─▶ STARTED ─▶ PROBING ─▶ READY ─▶ DRAINING ─▶ EXITING
+    PAUSED ─▶ STARTED ─▶ PROBING ─▶ READY ◀─▶ SUSPECTED ─▶ DRAINING ─▶ EXITING
       ▲          └──────────┴─────────┴───── ended ─────────────┴─────────┘
       │ after a delay                          │
       ├────────────────────────────────────────┤
@@ -34,6 +34,8 @@ _FIRST_DELAY_S = 0.5
 # How many pings are sent within the time after which a silent process is lost.
 _PINGS_PER_SILENCE = 4
 
+PRESENT = (WorkerState.READY, WorkerState.SUSPECTED)
+
 
 class WorkerPhase(enum.Enum):
     """The phase of a worker: of the process in its slot, or of the empty slot."""
@@ -42,6 +44,7 @@ class WorkerPhase(enum.Enum):
     STARTED = enum.auto()  # its process has to join, and to connect its transport
     PROBING = enum.auto()  # it makes its envs and policy, and tries them out
     READY = enum.auto()  # it serves requests
+    SUSPECTED = enum.auto()  # it does, but gave no sign of life for a while
     DRAINING = enum.auto()  # it is to end, and still owes the pool something
     EXITING = enum.auto()  # it was told to end
     LOST = enum.auto()  # there is no process, and none is started before the slot is opened again
@@ -50,9 +53,11 @@ class WorkerPhase(enum.Enum):
 
 _EMPTY = (WorkerPhase.PAUSED, WorkerPhase.LOST, WorkerPhase.LEFT)
 _STARTING = (WorkerPhase.STARTED, WorkerPhase.PROBING)
+_SERVING = (WorkerPhase.READY, WorkerPhase.SUSPECTED)
 # What users see of a phase; of the others, that the worker is ready.
 _SEEN_AS = {
     **dict.fromkeys((WorkerPhase.PAUSED, *_STARTING), WorkerState.JOINING),
+    WorkerPhase.SUSPECTED: WorkerState.SUSPECTED,
     WorkerPhase.LOST: WorkerState.LOST,
     WorkerPhase.LEFT: WorkerState.LEFT,
 }
@@ -236,11 +241,13 @@ class Membership:
             return
         self._excuse_absence(now)
         record.asked_at = math.inf
+        if record.phase is WorkerPhase.SUSPECTED:
+            record.phase = WorkerPhase.READY
 
     def drain(self, worker_id: int, incarnation: int) -> bool:
         """A ready process is to end once it owes nothing; returns False if it isn't ready."""
         record = self._process(worker_id, incarnation)
-        if record is None or record.phase is not WorkerPhase.READY:
+        if record is None or record.phase not in _SERVING:
             return False
         record.phase = WorkerPhase.DRAINING
         return True
@@ -306,10 +313,13 @@ class Membership:
             command = Start(worker_id, record.incarnation)
         elif reason := self._missed_deadline(record, now):
             command = Overdue(worker_id, record.incarnation, reason)
-        elif now >= record.ping_at:
-            record.asked_at = min(record.asked_at, now)
-            self._plan_ping(record, now)
-            command = Ping(worker_id, record.incarnation)
+        else:
+            if record.phase is WorkerPhase.READY and now >= self._suspected_from(record):
+                record.phase = WorkerPhase.SUSPECTED
+            if now >= record.ping_at:
+                record.asked_at = min(record.asked_at, now)
+                self._plan_ping(record, now)
+                command = Ping(worker_id, record.incarnation)
         return command
 
     def _missed_deadline(self, record: WorkerRecord, now: float) -> str:
@@ -324,8 +334,13 @@ class Membership:
 
     def _due_at(self, record: WorkerRecord) -> float:
         """Return when something is to be done for a slot."""
-        lost_from = record.asked_at + self.silence_timeout_s
-        return min(record.deadline, record.ping_at, lost_from)
+        silent_from = record.asked_at + self.silence_timeout_s
+        if record.phase is WorkerPhase.READY:
+            silent_from = self._suspected_from(record)
+        return min(record.deadline, record.ping_at, silent_from)
+
+    def _suspected_from(self, record: WorkerRecord) -> float:
+        return record.asked_at + self.silence_timeout_s / 2
 
     @property
     def _ping_period_s(self) -> float:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from distcollect.common.signals import Wakeup
 from distcollect.errors import DistCollectError
 from distcollect.results import WorkerState
+from distcollect.roster.membership import PRESENT
 from distcollect.transport.worker_service import WorkerInfo
 
 
@@ -95,13 +96,12 @@ class Status:
     @property
     def num_present(self) -> int:
         """Workers that serve requests."""
-        return sum(state is WorkerState.READY for state in self.states.values())
+        return sum(state in PRESENT for state in self.states.values())
 
     @property
     def num_collecting(self) -> int:
         """Of these, those that collect."""
-        collecting = (s for w, s in self.states.items() if w not in self.evaluating)
-        return sum(state is WorkerState.READY for state in collecting)
+        return sum(s in PRESENT for w, s in self.states.items() if w not in self.evaluating)
 
     @property
     def is_starting(self) -> bool:

@@ -120,7 +120,7 @@ def _idle_while_wanted(stats: Stats) -> float:
 def _collecting(stats: Stats) -> dict[int, WorkerStats]:
     """Workers that collected and are present; after the end of the run, all that collected."""
     collected = {w: worker for w, worker in stats.workers.items() if worker.frames}
-    present = {w: each for w, each in collected.items() if each.state == "ready"}
+    present = {w: each for w, each in collected.items() if each.state in ("ready", "suspected")}
     return present or collected
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import multiprocessing
 import os
@@ -52,6 +53,8 @@ def main(boot: WorkerBoot) -> None:
     counter = StepCounter.inherited(boot.counters_fd)
     errors.worker_pid = os.getpid()
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    if not faulthandler.is_enabled():
+        faulthandler.enable(all_threads=False)  # shows the line where a native library crashed
     # As libgomp reads it: "4,2" has a number for each level of nesting, and it ignores "auto".
     threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     if not threads.isdecimal() or not int(threads):
@@ -108,7 +111,11 @@ def _join(boot: WorkerBoot) -> ControlConnection:
         )
         return connection
     connection = ControlConnection(trainer.host, 0, _JOIN_TIMEOUT_S, fd=boot.control_fd)
-    connection.join(hello, trainer.token, _JOIN_TIMEOUT_S)
+    try:
+        connection.join(hello, trainer.token, _JOIN_TIMEOUT_S)
+    except ConnectionError:
+        # Its trainer has ended, as by Ctrl-C, or says itself that a worker doesn't join.
+        raise SystemExit(1) from None
     return connection
 
 

@@ -338,7 +338,7 @@ class Worker(WorkerService):
             moved(module, plan.device)
         weights = LiveWeights(published(plan.policy, plan.models), plan.exclude)
         own: Any = {"worker_id": self.worker_id, "num_cores": len(self._host_cores)}
-        server = InferenceServer(serving, plan.policy, weights, self.counter, **own)
+        server = InferenceServer(serving, plan.policy, weights, self.counter, self._jobs, **own)
         receiver = WeightReceiver(weights, self._address, lambda *_: server.ring())
         self._parts = _ServerParts(receiver, server)
         self._jobs.put(partial(self._serve, server))
@@ -349,7 +349,7 @@ class Worker(WorkerService):
 
     def _serve(self, server: InferenceServer) -> None:
         try:
-            server.serve(self._jobs)
+            server.serve()
         except BaseException:
             # Its workers wait for another server then.
             log.exception("the inference server failed")

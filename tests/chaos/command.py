@@ -25,7 +25,8 @@ from chaos.checks import Checker, Plan
 from chaos.envs import Maker, Marking
 from chaos.injuries import Injuries
 from chaos.joiners import Joiners
-from distcollect.results import LedgerReport, WorkerState
+from distcollect.results import LedgerReport
+from distcollect.roster.membership import PRESENT
 
 _HOSTS = 2, 3  # those of the testbed that take part
 _SETTLE_S = 20.0
@@ -199,7 +200,7 @@ class _Run:
         version = collector.policy_version + 1
         policy.become(version)
         states = collector.worker_states
-        present = [worker_id for worker_id, state in states.items() if state is WorkerState.READY]
+        present = [worker_id for worker_id, state in states.items() if state in PRESENT]
         selected = None
         # The workers of an inference server get weights together.
         if self._rng.random() < 0.7 and present and not self._given.inference:

@@ -20,6 +20,7 @@ import distcollect as dc
 from chaos.checks import Checker
 from chaos.envs import Order, Record
 from chaos.joiners import Joiner, Joiners, pid_of
+from distcollect.roster.membership import PRESENT
 
 _ACT_S = 0.02
 # Later than this is a failure. The machine is busy: several processes start on few cores.
@@ -222,8 +223,7 @@ class Injuries:
     def _tick(self, now: float) -> None:
         states = self._collector.worker_states
         for injury in list(self._open):
-            is_ready = states.get(injury.record.worker_id) is dc.WorkerState.READY
-            is_gone = not is_ready and not injury.is_of_server
+            is_gone = states.get(injury.record.worker_id) not in PRESENT and not injury.is_of_server
             if is_gone and injury.detected_s is None and not injury.kind.startswith("raise"):
                 injury.detected_s = now - injury.at
             self._follow(injury, now)
@@ -382,7 +382,7 @@ class Injuries:
         return [
             record
             for worker_id, record in newest.items()
-            if states.get(worker_id) is dc.WorkerState.READY
+            if states.get(worker_id) in PRESENT
             and worker_id not in busy
             and record.joiner not in cut_off
             and record.token in self._checker.seen

@@ -218,9 +218,13 @@ def test_a_worker_that_is_stopped_for_a_moment_stays(marked: Marked) -> None:
         until(collector, checker, lambda: len(checker.pids) == 2, SOON_S)
         pids = dict(checker.pids)
         stop_process(pids[1])
-        stopped_at = time.monotonic()
-        until(collector, checker, lambda: time.monotonic() - stopped_at > 2, SOON_S)
+        until(
+            collector, checker, lambda: collector.worker_states[1] is dc.WorkerState.SUSPECTED, 10
+        )
         os.kill(pids[1], signal.SIGCONT)
+        until(
+            collector, checker, lambda: collector.worker_states[1] is dc.WorkerState.READY, SOON_S
+        )
         checker.pids.clear()
         until(collector, checker, lambda: len(checker.pids) == 2, SOON_S)
         assert checker.pids == pids
@@ -257,7 +261,9 @@ def crashes(context: dc.EnvContext) -> Telling:
     return Crashing()
 
 
-def test_a_worker_that_crashes_again_and_again_is_given_up(marked: Marked) -> None:
+def test_a_worker_that_crashes_again_and_again_is_given_up(
+    marked: Marked, capfd: pytest.CaptureFixture[str]
+) -> None:
     checker = Checker()
     with collect_with(False, crashes, faults=dc.Faults(max_restarts=1)) as collector:
         until(
@@ -268,6 +274,8 @@ def test_a_worker_that_crashes_again_and_again_is_given_up(marked: Marked) -> No
         )
         checker.see(collector.next())
     balances(collector, checker)
+    line = crashes.__code__.co_firstlineno + 4
+    assert f'test_recovery.py", line {line} in step' in capfd.readouterr().err
     with collect_with(False, crashes, faults=dc.Faults(max_restarts=0, min_workers=2)) as collector:
         with pytest.raises(
             dc.WorkerLost, match=r"worker 1: .*SIGSEGV.*1 worker\(s\) left"

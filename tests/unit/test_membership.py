@@ -186,11 +186,14 @@ class Simulation:
         if self.rng.random() > 0.1:
             return
         slack = min(gap, PAUSE_S) + 1e-6
-        for process in self.processes.values():
+        for worker_id, process in self.processes.items():
             about = f"{process.key}: {self.about}"
             if process.joined:
                 silent_s = self.attended - process.asked_at
                 assert silent_s < SILENCE_S, f"silent for {silent_s} {about}"
+                if abs(silent_s - SILENCE_S / 2) > 1e-6:
+                    suspected = states[worker_id] is WorkerState.SUSPECTED
+                    assert suspected == (silent_s > SILENCE_S / 2), about
                 assert self.attended - process.pinged_at <= PAUSE_S + slack, f"not asked {about}"
             else:
                 assert self.attended < process.join_by, f"joins for long {about}"

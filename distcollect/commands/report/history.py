@@ -160,7 +160,7 @@ def _note_workers(
             known = last.workers.get(worker_id, WorkerStats(state="joining"))
             # At the end of a collector all workers leave, which is no change.
             state = known.state if stats.ended else state
-            was_there = known.state == "ready"
+            was_there = known.state in ("ready", "suspected")
             # A worker may be lost and replaced between two snapshots.
             replaced = worker.num_restarts > known.num_restarts
             if state == "left" != known.state:

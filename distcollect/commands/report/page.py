@@ -13,13 +13,13 @@ from distcollect.telemetry.figures import FIGURES, Figure
 
 _MAX_LANES = 64
 _MAX_FAULTS = 100
-_STATES = ("joining", "ready", "lost", "left")
+_STATES = ("joining", "ready", "suspected", "lost", "left")
 _MAX_BARS = 20
 
 _STYLE = """
 :root { color-scheme: light dark; --text: #1c2430; --soft: #667085; --paper: #fff; --card: #f6f7f9;
   --grid: #e3e6ea; --a: #2f6fde; --b: #d9730d; --ready: #4c9f70; --joining: #9ec5e8;
-  --lost: #c8423b; --left: #a3a9b3; }
+  --suspected: #e0a72e; --lost: #c8423b; --left: #a3a9b3; }
 @media (prefers-color-scheme: dark) { :root { --text: #e6e8eb; --soft: #98a1ae; --paper: #14171c;
   --card: #1d2127; --grid: #30363f; --a: #6ba1ff; --b: #f0a35e; } }
 * { box-sizing: border-box; }
@@ -42,7 +42,7 @@ svg { width: 100%; height: auto; display: block; } svg text { fill: var(--soft);
 .hover { fill: transparent; } .hover.a:hover { fill: var(--a); } .hover.b:hover { fill: var(--b); }
 .bar { background: var(--a); height: 12px; }
 .ready { fill: var(--ready); } .joining { fill: var(--joining); } .lost { fill: var(--lost); }
-.left { fill: var(--left); }
+.suspected { fill: var(--suspected); } .left { fill: var(--left); }
 .legend { font-size: 13px; color: var(--soft); }
 .legend i { display: inline-block; width: 12px; height: 12px; border-radius: 3px;
   margin: 0 5px 0 12px; vertical-align: -1px; }
