@@ -28,8 +28,7 @@ SOON_S = 60
 def new_worker(worker_id: int = 0, incarnation: int = 0, *, peer: int = 1) -> Worker:
     """A worker that no process was started for."""
     wanted = Spawn(worker_id, incarnation, WorkerSettings(), {})
-    boot = WorkerBoot(wanted, TrainerAddress(ADDRESS, 0, ""))
-    return Worker(boot, peer=peer, address=ADDRESS)
+    return Worker(WorkerBoot(wanted, TrainerAddress(ADDRESS, 0, "")), peer=peer, address=ADDRESS)
 
 
 class LoopbackWorkers:
