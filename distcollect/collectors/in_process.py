@@ -171,7 +171,7 @@ class InProcess(Backend):
 
         def settle(cause: str | None) -> None:
             if cause is None:
-                self._stats_recorder.delivered((0, each.lag, each.num_frames) for each in counts[0])
+                self._stats_recorder.delivered((0, each.lag, each.num_frames) for each in counts)
             else:
                 self._give_up(cause)
 
