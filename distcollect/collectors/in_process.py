@@ -76,10 +76,10 @@ class InProcess(Backend):
         self._num_rollouts = 0
         # The last seed of the envs, whether it is static, and the number of rollouts before it.
         self._seeded: tuple[int, bool, int] | None = None
-        self._plan = options.plan().with_policy_made()
+        self._plan = replace(options.plan().with_policy_made(), shares_policy=True)
         self._traj_ids = identity().own_traj_ids()
         worker_id = options.worker_id
-        build = partial(build_engine, worker_id=worker_id, shared=True)
+        build = partial(build_engine, worker_id=worker_id)
         self._evaluator = Evaluator(self._plan, build)
         with contextlib.ExitStack() as if_it_fails:
             if_it_fails.callback(identity().free_traj_ids, self._traj_ids)
@@ -171,7 +171,7 @@ class InProcess(Backend):
 
         def settle(cause: str | None) -> None:
             if cause is None:
-                self._stats_recorder.delivered((0, each.lag, each.num_frames) for each in counts[0])
+                self._stats_recorder.delivered((0, each.lag, each.num_frames) for each in counts)
             else:
                 self._give_up(cause)
 
@@ -254,7 +254,7 @@ class InProcess(Backend):
         self.drop("given_up")
         self._evaluator.close()
         policy, models = copied(self._plan.policy, self._plan.models)
-        plan = replace(self._plan, policy=policy, models=models)
+        plan = replace(self._plan, policy=policy, models=models, shares_policy=False)
         envs, counter = self.engine.envs, self.engine.counter
         self._give_up("given_up")  # the new engine resets the envs, also if this raises
         with random_state_restored():  # the trainer goes on with its own numbers

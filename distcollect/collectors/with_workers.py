@@ -30,10 +30,10 @@ from distcollect.policy.weight_layout import published
 from distcollect.pool.background_evaluation import Evaluators
 from distcollect.pool.handover import HandoverReceiver, RolloutReference
 from distcollect.pool.policy_lag import VersionFrames, count_lags, stats_of
-from distcollect.pool.pool import Delivery, Pool
+from distcollect.pool.pool import Pool
 from distcollect.pool.publisher import Publisher, Weights, WorkerIds
 from distcollect.pool.remote_calls import EnvCall, RemoteCalls
-from distcollect.pool.worker_slots import BatchPlan
+from distcollect.pool.worker_slots import BatchPlan, RolloutRequest
 from distcollect.results import Evaluation, LedgerReport, Stats, WorkerState
 from distcollect.rollout.header import Rollout
 from distcollect.roster.manager import Workers
@@ -258,27 +258,30 @@ class WithWorkers(Backend):
             self.on_failure()
 
     def _collect(self, timeout_s: float) -> Batch:
-        delivery = self._noting_failures(self._gather, timeout_s)
+        requests = self._noting_failures(self._gather, timeout_s)
         try:
-            headers = [rollout.header for rollout in delivery.rollouts]
-            frames = self._assembled(self.layout, delivery.rollouts)
-            counts = self._count_lags(frames, delivery.rollouts, self.pool.lag)
+            rollouts = [request.take_rollout() for request in requests]
+            frames = self._assembled(self.layout, rollouts)
+            counts = self._count_lags(frames, rollouts, self.pool.versions.lag)
         except BaseException:
-            self.pool.given_up(delivery, "given_up")
+            self.pool.given_up(requests, "given_up")
             raise
 
         def settle(cause: str | None) -> None:
             if cause is not None:
-                self.pool.given_up(delivery, cause)
+                self.pool.given_up(requests, cause)
                 return
-            self.pool.delivered(delivery, counts)
+            self.pool.delivered(requests, counts)
 
+        headers = [rollout.header for rollout in rollouts]
         return Batch(frames, headers, *stats_of(counts), settle)
 
     def _count_lags(
         self, rows: TensorDict, rollouts: Sequence[Rollout], lag_of: Callable[[int, int], int]
-    ) -> list[list[VersionFrames]]:
-        return count_lags(rows, rollouts, lag_of, self.pool.age, self._options.masked_bound)
+    ) -> list[VersionFrames]:
+        return count_lags(
+            rows, rollouts, lag_of, self.pool.versions.age, self._options.masked_bound
+        )
 
     def _noting_failures(self, work: Callable[..., T], *args: Any) -> T:
         """Note errors of the workers; the user's functions may raise the same, of another run."""
@@ -289,7 +292,7 @@ class WithWorkers(Backend):
             self.has_failed = True
             raise
 
-    def _gather(self, timeout_s: float) -> Delivery:
+    def _gather(self, timeout_s: float) -> list[RolloutRequest]:
         """The rollouts of the next batch.
 
         Where workers come and go by themselves, it waits for others once all have left.
@@ -315,9 +318,11 @@ class WithWorkers(Backend):
         request = self._noting_failures(self.pool.hand_over, self.limit_s(timeout_s), keep_s)
         header = request.known_header
         version, num_frames = header.policy_version[0], header.num_frames
-        lag, age = self.pool.lag(header.worker_id, version), self.pool.age(version)
+        sent = self.pool.versions
+        lag, age = sent.lag(header.worker_id, version), sent.age(version)
         self._stats_recorder.delivered([(header.worker_id, lag, num_frames)])
-        self._count([header], *stats_of([[VersionFrames(lag, age, num_frames, False)]]))
+        counts = [VersionFrames(header.worker_id, lag, age, num_frames, is_masked=False)]
+        self._count([header], *stats_of(counts))
         return RolloutReference(
             identity().trainer,
             identity().run_id,
@@ -339,7 +344,9 @@ class WithWorkers(Backend):
         self._stats_recorder.switch_to("assemble")
         rows = self._assembled(reference.layout, rollouts)
         # The worker is another trainer's.
-        counts = self._count_lags(rows, rollouts, lambda _, version: self.pool.age(version))
+        counts = self._count_lags(
+            rows, rollouts, lambda _, version: self.pool.versions.age(version)
+        )
         self.lag, self.age = stats_of(counts)
         source, headers = (reference.run_id, reference.trainer), [reference.header]
         self.rests = self._gaps.take(rows, headers, reference.layout.num_envs, source)

@@ -64,7 +64,7 @@ class Identity:
         # The blocks of the open collectors that step their envs in this process.
         self._own: WeakKeyDictionary[Iterator[int], int] = WeakKeyDictionary()
         self._beside: list[int] = []  # ids whose blocks are for collectors beside another one
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def new_peer(self) -> int:
         """Return a new id, for a process that is about to join.
@@ -73,21 +73,19 @@ class Identity:
             LaunchError: there is none left.
         """
         with self._lock:
-            return self._new_peer()
-
-    def _new_peer(self) -> int:
-        peer = self.next_peer
-        if self.num_trainers > 1 and peer >= _PEERS_PER_LIFE:
-            raise LaunchError(
-                f"this trainer has started {_PEERS_PER_LIFE // self.num_trainers:,} worker "
-                "processes, and has no trajectory ids for more; resume the run from a checkpoint"
-            )
-        if self.first_traj_id + (peer + 1) * TRAJ_IDS_PER_PEER > _END_OF_TRAJ_IDS:
-            raise LaunchError(
-                f"there are no trajectory ids below {_END_OF_TRAJ_IDS:,} for one more worker "
-                "process; begin a new run, without the state of this one"
-            )
-        self.next_peer += self.num_trainers
+            peer = self.next_peer
+            if self.num_trainers > 1 and peer >= _PEERS_PER_LIFE:
+                num = _PEERS_PER_LIFE // self.num_trainers
+                raise LaunchError(
+                    f"this trainer has started {num:,} worker processes, and has no trajectory ids "
+                    "for more; resume the run from a checkpoint"
+                )
+            if self.first_traj_id + (peer + 1) * TRAJ_IDS_PER_PEER > _END_OF_TRAJ_IDS:
+                raise LaunchError(
+                    f"there are no trajectory ids below {_END_OF_TRAJ_IDS:,} for one more worker "
+                    "process; begin a new run, without the state of this one"
+                )
+            self.next_peer += self.num_trainers
         return peer
 
     def restart_traj_ids(self) -> None:
@@ -127,7 +125,7 @@ class Identity:
             if peer in taken:
                 free = [each for each in self._beside if each not in taken]
                 if not free:
-                    self._beside.append(self._new_peer())
+                    self._beside.append(self.new_peer())
                 peer, first = (free or self._beside[-1:])[0], self.workers_first_traj_id
             ids = traj_ids_of(peer, first)
             self._own[ids] = peer
@@ -153,8 +151,7 @@ class Identity:
             first = max(self.first_traj_id, first_traj_id)
             if self.next_peer > self.trainer + self.num_trainers:
                 first = max(first, self.next_traj_id)
-            num_blocks = self.next_peer if self.num_trainers == 1 else _PEERS_PER_LIFE
-            if first + num_blocks * TRAJ_IDS_PER_PEER > _END_OF_TRAJ_IDS:
+            if first + self.next_traj_id - self.first_traj_id > _END_OF_TRAJ_IDS:
                 raise LaunchError(
                     f"the run has used the trajectory ids below {first:,}, and too few remain "
                     f"below {_END_OF_TRAJ_IDS:,}; begin a new run, without its state"

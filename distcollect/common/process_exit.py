@@ -20,10 +20,6 @@ class ProcessExit:
     stepped: int
     reason: str = ""
 
-    def told(self, *, over_rpc: bool) -> str:
-        """It in words; ``over_rpc``: its trainer uses torch's RPC."""
-        return self.reason or describe_exit(self.code, may_use_rpc=over_rpc)
-
 
 # Torch's C++ side takes whatever comes to an RPC port for a message of its own.
 STRAY_CONNECTION = (

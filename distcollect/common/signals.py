@@ -86,11 +86,16 @@ def check() -> None:
 
 def _interrupt() -> NoReturn:
     """Raise KeyboardInterrupt, the answer to every Ctrl-C so far."""
+    forget_ctrl_c()
+    raise KeyboardInterrupt
+
+
+def forget_ctrl_c() -> None:
+    """Forget each Ctrl-C that came so far: what it was to end has ended."""
     global _is_noted, _requested, _is_ending  # noqa: PLW0603
     _is_noted = False
     if _requested == signal.SIGINT.name:
         _requested, _is_ending = "", False
-    raise KeyboardInterrupt
 
 
 def _is_main_thread() -> bool:

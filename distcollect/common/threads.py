@@ -10,11 +10,12 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from distcollect.common.forks import only_here
 from distcollect.common.waiting import answer
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
@@ -79,7 +80,7 @@ class SerialThread:
 
     def __init__(self, name: str) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=do_jobs, args=(self._jobs,), name=name, daemon=True)
         self._thread.start()
 
     def submit(self, function: Callable[..., T], *args: Any) -> Future[T]:
@@ -113,9 +114,6 @@ class SerialThread:
         """Return True if the calling thread is this one."""
         return threading.current_thread() is self._thread
 
-    def _run(self) -> None:
-        do_jobs(self._jobs)
-
 
 def do_jobs(jobs: queue.SimpleQueue[Callable[[], object] | None]) -> None:
     """Call one function after the other on the calling thread, until a None."""
@@ -125,3 +123,26 @@ def do_jobs(jobs: queue.SimpleQueue[Callable[[], object] | None]) -> None:
         except Exception:
             log.exception("a job of a thread raised")
         del job  # else it would live until the next one comes
+
+
+class Posts(Protocol):
+    """An object that belongs to one thread.
+
+    Attributes:
+        post: has that thread call a function.
+    """
+
+    post: Callable[[Callable[[], None]], Any]
+
+
+S = TypeVar("S", bound=Posts)
+
+
+def posted(method: Callable[Concatenate[S, P], None]) -> Callable[Concatenate[S, P], None]:
+    """Let a method be called on any thread: the one that the object belongs to runs it."""
+
+    def post(self: S, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        self.post(partial(method, self, *args, **kwargs))
+
+    post.__doc__ = method.__doc__
+    return post

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -26,7 +25,7 @@ class Reminder:
 
     Attributes:
         began: when the wait began, in seconds of the monotonic clock.
-        at: when it is to be mentioned next; infinity once the wait is over.
+        at: when it is to be mentioned next.
     """
 
     began: float
@@ -40,10 +39,6 @@ class Reminder:
             return False
         self.at = self.began + 2 * (now - self.began)
         return True
-
-    def stop(self) -> None:
-        """The wait is over."""
-        self.at = math.inf
 
 
 def wait_for(

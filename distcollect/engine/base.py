@@ -7,6 +7,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -14,9 +15,11 @@ import torch
 
 from distcollect.common.clock import clock_ns
 from distcollect.common.step_counter import NUM_TASKS, STEPPED, TASK, StepCounter, Task
+from distcollect.common.waiting import answer
 from distcollect.engine.env_recovery import EnvRecovery, taken_faults
 from distcollect.engine.interrupts import Interrupts, Stopped
 from distcollect.engine.plan import WorkerPlan
+from distcollect.engine.trajectories import Trajectories
 from distcollect.envs.base import Envs
 from distcollect.errors import EnvError, PolicyError, users_errors
 from distcollect.policy.base import Woken
@@ -63,7 +66,9 @@ class EngineBase(ABC):
     layout: Layout
     next_seed: int | None = None
 
-    def __init__(self, envs: Envs, plan: WorkerPlan, counter: StepCounter | None) -> None:
+    def __init__(
+        self, envs: Envs, plan: WorkerPlan, traj_ids: Iterator[int], counter: StepCounter | None
+    ) -> None:
         """Take over the envs, once the policy of the plan was called with what they need."""
         self.options = plan
         self.envs: Any = envs
@@ -77,6 +82,7 @@ class EngineBase(ABC):
         self.step_timer = StepTimer(envs.num_envs, plan.metrics, traces=plan.traces)
         self.recovery = EnvRecovery(envs, self.counter, plan.max_env_faults)
         self.interrupts = Interrupts()
+        self._trajectories = Trajectories(envs.num_envs, traj_ids)
         if plan.link is not None:
             self.weights = plan.link.weights
             self.interrupts.on_request = plan.link.ring
@@ -98,12 +104,12 @@ class EngineBase(ABC):
         """Reset all envs at the beginning of the next rollout."""
         self._reset_due = True
 
-    @abstractmethod
     def use_traj_ids(self, traj_ids: Iterator[int]) -> None:
         """Take trajectory ids from ``traj_ids`` from now on; to be called between two rollouts.
 
         The trajectories under way get a new id, too.
         """
+        self._trajectories.use_ids(traj_ids)
 
     def stop(self) -> None:
         """Make the running or next :meth:`collect` raise :class:`Stopped` between two steps."""
@@ -193,18 +199,14 @@ class EngineBase(ABC):
 
         A call that takes longer than ``limit_s`` is taken to hang, and the process is ended.
         """
-        answer: Future[list[Any]] = Future()
 
-        def call() -> None:
-            try:
-                with self.counter.doing(Task.CALL, limit_s):
-                    result = _copied(self.envs.call(name, args, kwargs), name)
-                answer.set_result(result)
-            except users_errors() as error:
-                answer.set_exception(error)
+        def call() -> list[Any]:
+            with self.counter.doing(Task.CALL, limit_s):
+                return _copied(self.envs.call(name, args, kwargs), name)
 
-        self.interrupts.add_job(call)
-        return answer
+        future: Future[list[Any]] = Future()
+        self.interrupts.add_job(partial(answer, future, call))
+        return future
 
     def header(
         self, slab: AnySlab, worker_id: int, incarnation: int, sequence: int, num_bytes: int = 0
@@ -353,7 +355,7 @@ def _copied(result: list[Any], name: str) -> list[Any]:
     """
     try:
         copy: list[Any] = pickle.loads(pickle.dumps(result))
-    except Exception as error:
+    except users_errors() as error:
         raise EnvError(
             f"what {name!r} returned can't be pickled ({type(error).__name__}: {error}), so it "
             "can't be sent to the trainer; return numbers, arrays or tensors"

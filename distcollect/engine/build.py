@@ -24,7 +24,6 @@ def build_engine(
     traj_ids: Iterator[int],
     worker_id: int = 0,
     incarnation: int = 0,
-    shared: bool = False,
     counter: StepCounter | None = None,
 ) -> EngineBase:
     """Make the envs and the policy of ``plan``, and try them out.
@@ -34,7 +33,6 @@ def build_engine(
         traj_ids: the ids of new trajectories.
         worker_id: the worker's slot; env makers are given it.
         incarnation: number of the process in that slot, counted from 0; env makers are given it.
-        shared: the policy is the user's own object, not a copy.
         counter: counts the engine's frames; None: a new one.
 
     Raises:
@@ -43,13 +41,7 @@ def build_engine(
         PolicyError: the policy can't be made, raised, or its output doesn't fit the action space.
     """
     contexts = [
-        EnvContext(
-            worker_id=worker_id,
-            env_index=index,
-            incarnation=incarnation,
-            seed=None,
-            for_evaluation=plan.for_evaluation,
-        )
+        EnvContext(worker_id, index, incarnation, None, plan.for_evaluation)
         for index in range(plan.num_envs)
     ]
     envs = make_envs(
@@ -61,7 +53,7 @@ def build_engine(
     )
     try:
         plan = plan.with_policy_made()
-        engine = build_engine_for(envs, plan, traj_ids=traj_ids, shared=shared, counter=counter)
+        engine = build_engine_for(envs, plan, traj_ids=traj_ids, counter=counter)
         _check_metrics(plan.metrics, engine.layout)
     except BaseException:
         with contextlib.suppress(EnvError):  # the first error is the one to raise
@@ -71,12 +63,7 @@ def build_engine(
 
 
 def build_engine_for(
-    envs: Envs,
-    plan: WorkerPlan,
-    *,
-    traj_ids: Iterator[int],
-    shared: bool = False,
-    counter: StepCounter | None = None,
+    envs: Envs, plan: WorkerPlan, *, traj_ids: Iterator[int], counter: StepCounter | None = None
 ) -> EngineBase:
     """Like :func:`build_engine`, for envs that exist and a plan whose policy was made."""
     if envs.engine is not None and plan.link is not None:
@@ -84,7 +71,7 @@ def build_engine_for(
             "inference servers do not work with TorchRL's envs: leave out inference="
         )
     kind: Any = Engine if envs.engine is None else load(envs.engine)
-    engine: EngineBase = kind(envs, plan, traj_ids=traj_ids, shared=shared, counter=counter)
+    engine: EngineBase = kind(envs, plan, traj_ids, counter)
     return engine
 
 

@@ -14,11 +14,10 @@ from distcollect.common.clock import clock_ns
 from distcollect.common.step_counter import StepCounter
 from distcollect.engine.aligned_loop import AlignedLoop, action_bounds
 from distcollect.engine.base import EngineBase, seed_global_generators
-from distcollect.engine.finite import FiniteCheck
+from distcollect.engine.finite import check_finite
 from distcollect.engine.halves_loop import HalvesLoop
 from distcollect.engine.plan import WorkerPlan
 from distcollect.engine.ragged_loop import RaggedLoop
-from distcollect.engine.trajectories import Trajectories
 from distcollect.envs.bad_actions import check_actions
 from distcollect.envs.base import EnvBatch, Faulted
 from distcollect.errors import ArgumentError, PolicyError
@@ -39,13 +38,7 @@ class Engine(EngineBase):
     envs: EnvBatch
 
     def __init__(
-        self,
-        envs: EnvBatch,
-        plan: WorkerPlan,
-        *,
-        traj_ids: Iterator[int],
-        shared: bool = False,
-        counter: StepCounter | None = None,
+        self, envs: EnvBatch, plan: WorkerPlan, traj_ids: Iterator[int], counter: StepCounter | None
     ) -> None:
         """Reset the envs and call the policy once, to learn which leaves it writes.
 
@@ -53,7 +46,6 @@ class Engine(EngineBase):
             envs: the n envs.
             plan: the policy, which was made, and how to step.
             traj_ids: the ids of new trajectories.
-            shared: the policy is the user's own object, not a copy.
             counter: counts the frames; None: a new one.
 
         Raises:
@@ -62,9 +54,10 @@ class Engine(EngineBase):
             PolicyError: the policy raised, or its output does not fit the action space.
         """
         self._policy: Policy
+        self._observed = leaves_of(envs.observation_space, "observation")
         normalizer = plan.normalizer
         if normalizer is not None:
-            normalizer.bind(leaves_of(envs.observation_space, "observation"))
+            normalizer.bind(self._observed)
         if plan.policy is None:
             self._policy = RandomPolicy(envs.action_space, envs.num_ready)
         elif plan.link is not None:
@@ -79,16 +72,15 @@ class Engine(EngineBase):
                 for_evaluation=plan.for_evaluation,
             )
         else:
-            self._policy = user_policy(plan, envs, envs.obs, shared=shared)
+            self._policy = user_policy(plan, envs, envs.obs)
         _check_options(plan, envs)
         envs.limit_frames(plan.max_frames_per_traj)
-        super().__init__(envs, plan, counter)
+        super().__init__(envs, plan, traj_ids, counter)
         if isinstance(self._policy, RemotePolicy):
             self._policy.on_answer = self.step_timer.answered
         state = self._policy.state
         self._random_policy = RandomPolicy(envs.action_space, envs.num_ready, state)
         self._seeds: Sequence[int] | None = None  # of the next reset
-        self._finite = FiniteCheck(envs) if plan.check_nan else None
         try:
             envs.reset()
         except Faulted as faulted:
@@ -97,7 +89,6 @@ class Engine(EngineBase):
             self._rebuild(faulted)
         check_actions(envs, self._policy.try_out())
         self.layout = _layout(envs, self._policy, normalizer)
-        self._trajectories = Trajectories(envs.num_envs, traj_ids)
         loop = AlignedLoop if envs.is_aligned else RaggedLoop
         if isinstance(self._policy, RemotePolicy) and self._policy.can_halve and envs.steps_parts:
             loop = HalvesLoop
@@ -119,9 +110,6 @@ class Engine(EngineBase):
         for noise in self._policy.noises:
             noise.progress(self.weights.version, self.frames_before)
 
-    def use_traj_ids(self, traj_ids: Iterator[int]) -> None:
-        self._trajectories.use_ids(traj_ids)
-
     def _abandon(self) -> None:
         self._loop.drop_waiting()
 
@@ -140,8 +128,8 @@ class Engine(EngineBase):
         with policy.exploring():
             self._loop.fill(slab, policy, fresh=fresh)
         check_actions(self.envs, slab.action.values(), slab.traj_ids >= 0, slab.root)
-        if self._finite is not None:
-            self._finite.check(slab)
+        if self.options.check_nan:
+            check_finite(slab, self.envs, self._observed)
         self.step_timer.collected(slab, self._trajectories.rests_in(slab.traj_ids))
 
     def _reset(self) -> None:
@@ -161,9 +149,7 @@ class Engine(EngineBase):
             self.recovery.rebuild(fault)
 
 
-def user_policy(
-    plan: WorkerPlan, envs: EnvBatch, observation: Arrays, *, shared: bool = False
-) -> UserPolicy:
+def user_policy(plan: WorkerPlan, envs: EnvBatch, observation: Arrays) -> UserPolicy:
     """The policy of a plan, bound to arrays of observations like those of the envs.
 
     Raises:
@@ -176,7 +162,7 @@ def user_policy(
         envs.action_space,
         exploration=plan.exploration,
         device=plan.device,
-        shared=shared,
+        shared=plan.shares_policy,
         normalizer=plan.normalizer,
     )
 
@@ -217,20 +203,23 @@ def _check_options(options: WorkerPlan, envs: EnvBatch) -> None:
             "it, or a wrapper of yours around it, may take no reset mask. Pass a maker of single "
             "envs and envs_per_worker instead"
         )
-    if options.exact_version and envs.num_ready < envs.num_envs:
-        raise ArgumentError(
-            f"reproducible=True does not work with an EnvPool env that gives the results of "
-            f"{envs.num_ready} of its {envs.num_envs} envs at a time: which come first depends on "
-            "time. Leave out reproducible, or batch_size where the env is made"
-        )
-    remembers = any(
-        isinstance(each, OrnsteinUhlenbeckNoise) for each in wrappers_of(options.policy)
-    )
-    if remembers and envs.num_ready < envs.num_envs:
-        raise ArgumentError(
-            f"OrnsteinUhlenbeckNoise does not work with an EnvPool env that gives the results of "
-            f"{envs.num_ready} of its {envs.num_envs} envs at a time: use GaussianNoise, or leave "
-            "out batch_size where the env is made"
-        )
+    if envs.num_ready < envs.num_envs:
+        _check_options_of_some(options, f"{envs.num_ready} of its {envs.num_envs}")
     if options.clip_actions:
         action_bounds(envs)
+
+
+def _check_options_of_some(options: WorkerPlan, some: str) -> None:
+    """Raise ArgumentError for what doesn't work with the results of ``some`` rows at a time."""
+    wrappers = wrappers_of(options.policy)
+    if options.exact_version:
+        wanted, instead = "reproducible=True", "leave it out"
+    elif any(isinstance(each, OrnsteinUhlenbeckNoise) for each in wrappers):
+        wanted, instead = "OrnsteinUhlenbeckNoise", "use GaussianNoise"
+    else:
+        return
+    raise ArgumentError(
+        f"{wanted} does not work with an EnvPool env that gives the results of {some} envs at a "
+        f"time, of which any may come first: {instead}, or leave "
+        "out batch_size where the env is made"
+    )

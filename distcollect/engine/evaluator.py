@@ -26,6 +26,7 @@ from distcollect.policy.noise import without_noise
 from distcollect.policy.weight_layout import published, state_tensors
 from distcollect.results import EnvFault, Evaluation
 from distcollect.rollout.slabs import new_slab
+from distcollect.telemetry.step_timer import Episodes
 from distcollect.transport.worker_service import EvaluationRequest
 
 log = logging.getLogger(__name__)
@@ -153,54 +154,37 @@ class Evaluator:
         self, engine: EngineBase, seed: int, owed: list[int], is_over: Callable[[], bool]
     ) -> list[_Episode]:
         """The episodes; ``owed``: how many each env is to play."""
-        slab, num_steps = None, _NUM_STEPS
         episodes: list[_Episode] = []
-        num_envs = len(owed)
-        totals, lengths = np.zeros(num_envs), np.zeros(num_envs, np.int64)
-        num_starts = 0
+        num_steps, num_starts = _NUM_STEPS, 0
         while any(owed):
             _seed(engine, seed, num_starts)
             num_starts += 1
-            if slab is None or slab.num_steps != num_steps:
-                slab = new_slab(engine.layout, num_steps)
-            traj_ids, over = np.full(num_envs, -1), np.ones(num_envs, bool)
+            slab, played, num_played = new_slab(engine.layout, num_steps), Episodes(len(owed)), 0
             is_whole = True
             while is_whole and any(owed):
                 if is_over():
                     raise DeadlineError(
-                        f"{sum(owed)} of the episodes to evaluate are not over, the longest after "
-                        f"{lengths.max()} frames. Give a longer timeout_s or fewer episodes"
+                        f"{sum(owed)} of the episodes to evaluate are not over, after {num_played} "
+                        "frames of each env. Give a longer timeout_s or fewer episodes"
                     )
                 engine.collect(slab)
-                is_rest = np.isin(slab.traj_ids, engine.step_timer.rests)
-                for step in range(num_steps):
-                    begins = slab.traj_ids[:, step] != traj_ids
-                    # Frames are missing where an env was replaced, or where rows of a vector env
-                    # have drifted apart. What follows is no whole episode, so all envs start over.
-                    is_whole = not (begins & ~over | is_rest[:, step]).any()
-                    if not is_whole:
-                        break
-                    traj_ids[:] = slab.traj_ids[:, step]
-                    totals[begins] = lengths[begins] = 0
-                    totals += slab.reward[:, step]
-                    lengths += 1
-                    over = slab.ended[:, step]
-                    # An episode that a fault of its env cut short does not count.
-                    for row in np.flatnonzero(over & ~slab.faulted[:, step]).tolist():
-                        if owed[row]:
-                            owed[row] -= 1
-                            last = np.array([row * num_steps + step])
-                            values = [
-                                float(slab.values_at(key, last)[0])
-                                for key in self._plan.metrics.values()
-                            ]
-                            version = int(slab.policy_version[row, step])
-                            episodes.append(
-                                (float(totals[row]), int(lengths[row]), version, values)
-                            )
-            if not is_whole and not slab.faulted.any():
-                # Longer rollouts have room for more skew, and thus for longer episodes.
-                num_steps = min(2 * num_steps, _MOST_STEPS)
+                num_played += num_steps
+                rests = engine.step_timer.rests
+                totals, lengths = played.add(slab, rests)
+                for total, length, at in zip(
+                    totals, lengths, played.ended_at.tolist(), strict=True
+                ):
+                    row, step = divmod(at, num_steps)
+                    if owed[row]:
+                        owed[row] -= 1
+                        metrics = self._plan.metrics.values()
+                        values = [float(slab.values_at(key, np.array([at]))[0]) for key in metrics]
+                        version = int(slab.policy_version[row, step])
+                        episodes.append((total, length, version, values))
+                # Rows of a vector env have drifted apart, and frames of the faster ones were
+                # dropped. Longer rollouts have room for more skew, and thus for longer episodes.
+                is_whole = not rests
+            num_steps = min(2 * num_steps, _MOST_STEPS)
         return episodes
 
     def close(self) -> None:

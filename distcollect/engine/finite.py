@@ -6,44 +6,43 @@ Once per rollout, as a check of each step would take several times as long.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from distcollect.envs.base import EnvBatch
 from distcollect.errors import EnvError
 from distcollect.rollout.slab import Slab
-from distcollect.rollout.spaces import leaves_of
+from distcollect.rollout.spaces import Key, Leaf
 
 
-class FiniteCheck:
-    """Refuses what is not finite in the rollouts of some envs; entries of info may be NaN."""
+def check_finite(slab: Slab, envs: EnvBatch, observed: Sequence[Leaf]) -> None:
+    """Raise EnvError unless all rewards and observations of a rollout are finite.
 
-    def __init__(self, envs: EnvBatch) -> None:
-        """Look at the rewards, and at all observations that are floats."""
-        self._envs = envs
-        leaves = leaves_of(envs.observation_space, "observation")
-        self._floats = [leaf.key for leaf in leaves if leaf.dtype.is_floating_point]
+    Args:
+        slab: the rollout.
+        envs: its envs.
+        observed: leaves of the observation; entries of info may be NaN.
+    """
+    floats = [leaf.key for leaf in observed if leaf.dtype.is_floating_point]
+    for row, what in itertools.chain(_rewards(slab), _observations(slab, floats)):
+        raise EnvError(
+            f"{envs.name(row)}: {what}: find out why, scale it in a wrapper if it is too "
+            "large for its dtype, or let such values pass with check_nan=False"
+        )
 
-    def check(self, slab: Slab) -> None:
-        """Raise EnvError unless all numbers of a rollout are finite."""
-        for row, what in itertools.chain(_rewards(slab), self._observations(slab)):
-            raise EnvError(
-                f"{self._envs.name(row)}: {what}: find out why, scale it in a wrapper if it is too "
-                "large for its dtype, or let such values pass with check_nan=False"
-            )
 
-    def _observations(self, slab: Slab) -> Iterator[tuple[int, str]]:
-        if not self._floats:
-            return
-        rows, _, final = slab.finals()
-        for key in self._floats:
-            name = repr(".".join(key))
-            for array in (slab.root[key], slab.tail[key]):
-                for row, value in _not_finite(array):
-                    yield row, f"{name} has {value:g} in it"
-            for index, value in _not_finite(final[key]):
-                yield int(rows[index]), f"{name} has {value:g} in it"
+def _observations(slab: Slab, keys: Sequence[Key]) -> Iterator[tuple[int, str]]:
+    if not keys:
+        return
+    rows, _, final = slab.finals()
+    for key in keys:
+        name = repr(".".join(key))
+        for array in (slab.root[key], slab.tail[key]):
+            for row, value in _not_finite(array):
+                yield row, f"{name} has {value:g} in it"
+        for index, value in _not_finite(final[key]):
+            yield int(rows[index]), f"{name} has {value:g} in it"
 
 
 def _rewards(slab: Slab) -> Iterator[tuple[int, str]]:

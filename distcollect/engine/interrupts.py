@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -12,22 +11,6 @@ from distcollect.common import signals
 
 class Stopped(Exception):
     """Collection was ended by :meth:`~distcollect.engine.engine.Engine.stop`."""
-
-
-class Phase(enum.Enum):
-    """Where the thread that collects is.
-
-    Attributes:
-        IDLE: between two rollouts.
-        COLLECTING: in a rollout.
-        ENDING: in a rollout that ends before the next step, once it has a frame.
-        STOPPED: collection was stopped, for good.
-    """
-
-    IDLE = enum.auto()
-    COLLECTING = enum.auto()
-    ENDING = enum.auto()
-    STOPPED = enum.auto()
 
 
 class Interrupts:
@@ -45,11 +28,12 @@ class Interrupts:
     def __init__(self) -> None:
         self.pending = False
         self.on_request: Callable[[], object] = lambda: None
-        self._phase = Phase.IDLE
-        self._number = -1  # of the rollout that is collected
-        self._preempted = -1  # of the last rollout that was preempted
+        self._is_stopped = False
+        self._is_collecting = False
+        self._number = -1  # of the rollout that is collected, or was the last one
+        self._preempted: set[int] = set()  # rollouts that end early; they may be still to begin
         self._jobs: deque[Callable[[], None]] = deque()
-        self._lock = threading.Lock()  # of all three
+        self._lock = threading.Lock()  # of all five
 
     def wake(self) -> None:
         """Have the next :meth:`handle` raise what a signal asked for; for its handler."""
@@ -60,8 +44,7 @@ class Interrupts:
     def stop(self) -> None:
         """Make the running or next :meth:`handle` raise :class:`Stopped`."""
         with self._lock:
-            self._phase = Phase.STOPPED
-            self.pending = True
+            self._is_stopped = self.pending = True
         self.on_request()
 
     def preempt(self, number: int | None = None) -> None:
@@ -71,10 +54,9 @@ class Interrupts:
         nothing happens. None: the running one, if one runs.
         """
         with self._lock:
-            if number is not None:
-                self._preempted = max(self._preempted, number)
-            if self._phase is Phase.COLLECTING and number in (None, self._number):
-                self._phase = Phase.ENDING
+            if number is not None or self._is_collecting:
+                self._preempted.add(self._number if number is None else number)
+            if self._is_ending:
                 self.pending = True
         self.on_request()
 
@@ -94,16 +76,14 @@ class Interrupts:
         """The rollout with this number begins; numbers grow. None: the next number."""
         with self._lock:
             self._number = self._number + 1 if number is None else number
-            if self._phase is not Phase.STOPPED:
-                is_preempted = self._number == self._preempted
-                self._phase = Phase.ENDING if is_preempted else Phase.COLLECTING
+            self._is_collecting = True
             self._update()
 
     def rollout_ended(self) -> None:
         """The rollout is over, complete or not."""
         with self._lock:
-            if self._phase is not Phase.STOPPED:
-                self._phase = Phase.IDLE
+            self._is_collecting = False
+            self._preempted = {number for number in self._preempted if number > self._number}
             self._update()
 
     def handle(self) -> bool:
@@ -114,12 +94,16 @@ class Interrupts:
             KeyboardInterrupt, Interrupted: a signal came, see :func:`.signals.check`.
         """
         signals.check()
-        if self._phase is Phase.STOPPED:
+        if self._is_stopped:
             raise Stopped
         self.run_jobs()
         with self._lock:
             self._update()
-            return self._phase is Phase.ENDING
+            return self._is_ending
+
+    @property
+    def _is_ending(self) -> bool:
+        return self._is_collecting and self._number in self._preempted
 
     def _update(self) -> None:
-        self.pending = self._phase in (Phase.ENDING, Phase.STOPPED) or bool(self._jobs)
+        self.pending = self._is_stopped or self._is_ending or bool(self._jobs)

@@ -51,6 +51,7 @@ class WorkerPlan:
             The batch keeps the action that the policy chose.
         check_nan: raise where observations or rewards are NaN or infinite.
         swap_within_rollouts: use new weights from the next step on; False: from the next rollout.
+        shares_policy: the policy is the user's own object, which they train, not a copy.
         exact_version: collect each rollout with the version that the request names.
         serving: the process is an inference server, or served by one; None: neither.
         link: a served worker's way to the server, which its process makes.
@@ -81,6 +82,7 @@ class WorkerPlan:
     clip_actions: bool = False
     check_nan: bool = True
     swap_within_rollouts: bool = True
+    shares_policy: bool = False
     exact_version: bool = False
     serving: Serving | None = None
     link: Link | None = None

@@ -32,6 +32,8 @@ from distcollect.rollout.spaces import Arrays, Leaf, leaf_spaces, leaves_of
 Env: TypeAlias = gym.Env[Any, Any]
 AnyVectorEnv: TypeAlias = VectorEnv[Any, Any, Any]
 Maker: TypeAlias = str | Callable[..., Env | AnyVectorEnv] | Env | AnyVectorEnv
+# What makes an env again that was made; None: nothing does, as the user passed the env itself.
+Remaker: TypeAlias = Callable[[], Any] | None
 Space: TypeAlias = gym.Space[Any]
 InfoKeys: TypeAlias = Sequence[str] | Mapping[str, Space | None]
 KeyPath: TypeAlias = tuple[str | int, ...]
@@ -128,16 +130,11 @@ class Envs(ABC):
 
     engine: ClassVar[str | None] = None
 
-    def __init__(
-        self, num_envs: int, members: Sequence[Any], makers: Sequence[Callable[[], Any] | None]
-    ) -> None:
-        """Take over envs; ``makers`` has for each of them what makes it again, None: nothing does.
-
-        Without ``makers`` nothing makes them again.
-        """
+    def __init__(self, num_envs: int, members: Sequence[Any], makers: Sequence[Remaker]) -> None:
+        """Take over envs; ``makers`` has for each of them what makes it again."""
         self.num_envs = num_envs
         self.members = list(members)
-        self._makers = list(makers) or [None] * len(self.members)
+        self._makers = list(makers)
         self._states = [EnvState.OPEN] * len(self.members)
 
     @abstractmethod
@@ -277,7 +274,7 @@ class EnvBatch(Envs):
         self,
         num_envs: int,
         members: Sequence[Any],
-        makers: Sequence[Callable[[], Any] | None],
+        makers: Sequence[Remaker],
         info_space: spaces.Dict,
         outcome_leaves: tuple[Leaf, ...] = (),
     ) -> None:
@@ -286,7 +283,7 @@ class EnvBatch(Envs):
         Args:
             num_envs: n.
             members: the envs.
-            makers: for each env what makes it again; None: nothing does.
+            makers: for each env what makes it again.
             info_space: the entries of ``info`` that frames carry, of a single env.
             outcome_leaves: see the class.
         """
@@ -409,9 +406,15 @@ class EnvBatch(Envs):
         Only for envs with ``steps_parts``.
         """
         self._num_steps += 1
-        self._result.ended.clear()
-        self._result.terminated.fill(False)
-        self._result.truncated.fill(False)
+        self._forget_ends()
+
+    def _forget_ends(self) -> Step:
+        """Say in the result that no episode ended, and return it."""
+        result = self._result
+        result.ended.clear()
+        result.terminated.fill(False)
+        result.truncated.fill(False)
+        return result
 
     def finish_resets(self) -> None:
         """Wait until the rows that ended in the last step are reset, and ``obs`` has their start.

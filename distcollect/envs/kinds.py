@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import gymnasium as gym
 import torch
 from gymnasium.vector import VectorEnv
 
-from distcollect.envs.base import Envs, InfoKeys
+from distcollect.envs.base import Envs, InfoKeys, Remaker
 from distcollect.envs.single import SingleEnvBatch
 from distcollect.envs.vector import VectorBatch
 from distcollect.integrations import load_for
@@ -34,18 +34,13 @@ class EnvKind:
         """Return how many rows an env steps at once; None for a single env."""
         return env.num_envs if isinstance(env, VectorEnv) else None
 
-    def batch(
-        self,
-        envs: list[Any],
-        info_keys: InfoKeys | None,
-        makers: list[Callable[[], Any] | None],
-    ) -> Envs:
+    def batch(self, envs: list[Any], info_keys: InfoKeys | None, makers: Sequence[Remaker]) -> Envs:
         """Return the batch of single envs, or of one env of several rows.
 
         Args:
             envs: the envs, as :meth:`prepared` gave them.
             info_keys: see :func:`~distcollect.envs.make.make_envs`.
-            makers: for each env what makes it again; None: nothing does.
+            makers: for each env what makes it again.
         """
         if isinstance(envs[0], VectorEnv):
             return VectorBatch(envs[0], info_keys, makers[0])

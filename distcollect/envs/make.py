@@ -14,8 +14,9 @@ import gymnasium as gym
 import torch
 from gymnasium.envs.registration import find_highest_version, parse_env_id
 
+from distcollect.common.refusing import refusing
 from distcollect.common.tables import counted
-from distcollect.envs.base import Envs, InfoKeys, Maker, describe
+from distcollect.envs.base import Envs, InfoKeys, Maker, Remaker, describe
 from distcollect.envs.closing import close
 from distcollect.envs.kinds import EnvKind, is_env, kind_of
 from distcollect.envs.vector_ids import VectorMaker, vector_maker
@@ -52,29 +53,16 @@ def check_env_id(env_id: str) -> None:
         vector.check()
         return
     module, colon, name = env_id.rpartition(":")
-    try:
-        if colon:
+    if colon:
+        problem = f"no env {env_id!r}: the module {module!r} can't be imported here"
+        with refusing(problem, "correct the part before the colon of 'module:id'", Exception):
             importlib.import_module(module)
-    except ModuleNotFoundError as err:
-        raise ArgumentError(
-            f"no env {env_id!r}: {err}. The part before the colon of 'module:id' must be a module "
-            "that can be imported here"
-        ) from err
-    except Exception as err:
-        raise ArgumentError(
-            f"no env {env_id!r}: importing the module {module!r} raised {describe(err)}"
-        ) from err
-    try:
+    remedy = "if a module has to be imported to register the env, write 'module:id'"
+    with refusing(f"no env {env_id!r}", remedy, gym.error.Error):
         namespace, base, version = parse_env_id(name)
         if version is None and find_highest_version(namespace, base) is not None:
             return
         gym.spec(name)
-    except gym.error.Error as err:
-        why = str(err)
-        raise ArgumentError(
-            f"no env {env_id!r}: {why}{'' if why.endswith(('.', '?')) else '.'} If a module has to "
-            "be imported to register the env, write 'module:id'"
-        ) from err
 
 
 def make_by_id(env_id: str) -> Any:
@@ -124,7 +112,7 @@ def make_envs(
         )
     envs: list[Any] = []
     opened: list[Any] = []
-    remakers: list[Callable[[], Any] | None] = []
+    remakers: list[Remaker] = []
     try:
         for row, (maker, context) in enumerate(zip(makers, contexts, strict=True)):
             make = partial(_make, maker, row, context, device)

@@ -14,16 +14,18 @@ from distcollect.envs.base import (
     Env,
     EnvBatch,
     InfoKeys,
+    KeyPath,
+    Remaker,
     Step,
     called,
     name_of,
     space_of,
     with_key_paths,
 )
-from distcollect.envs.coercion import MisfitError, check_result, flag, number, write
+from distcollect.envs.coercion import MisfitError, check_result, flag, number
 from distcollect.envs.info import space_of_info
 from distcollect.errors import SpaceError, users_errors
-from distcollect.rollout.spaces import Arrays, Entries, leaves_of, unflatten
+from distcollect.rollout.spaces import Arrays, Entries, Leaf, leaves_of, unflatten
 
 V = TypeVar("V")
 
@@ -40,10 +42,7 @@ class SingleEnvBatch(EnvBatch):
     steps_parts = True
 
     def __init__(
-        self,
-        envs: Sequence[Env],
-        info_keys: InfoKeys | None = None,
-        makers: Sequence[Callable[[], Any] | None] = (),
+        self, envs: Sequence[Env], info_keys: InfoKeys | None, makers: Sequence[Remaker]
     ) -> None:
         """Bring ``envs`` into the form of an :class:`EnvBatch`.
 
@@ -52,7 +51,7 @@ class SingleEnvBatch(EnvBatch):
         Args:
             envs: one for each row.
             info_keys: see :func:`~distcollect.envs.make.make_envs`.
-            makers: for each row what makes its env again, None where nothing does.
+            makers: for each row what makes its env again.
         """
         first = envs[0]
 
@@ -75,8 +74,15 @@ class SingleEnvBatch(EnvBatch):
                     f"{space_of(env, role)} instead of {space_of(first, role)}; all envs of a "
                     "worker must have the same spaces"
                 )
-        self._outcome_paths = with_key_paths(outcome_leaves, outcome_space)
-        self._reads_info = bool(self._info_paths or self._outcome_paths)
+        # The entries of info that a reset gives, and those that a step gives.
+        self._at_reset = [(self.obs[leaf.key], leaf, path) for leaf, path in self._info_paths]
+        self._at_step = [
+            *self._at_reset,
+            *(
+                (self.outcomes[leaf.key], leaf, (OUTCOMES, *path))
+                for leaf, path in with_key_paths(outcome_leaves, outcome_space)
+            ),
+        ]
         # Discrete actions need no preparation: numpy scalars are copies.
         is_discrete = (
             isinstance(self.action_space, spaces.Discrete) and self.action_space.dtype == np.int64
@@ -111,7 +117,7 @@ class SingleEnvBatch(EnvBatch):
             ended.clear()
             terminated.fill(False)
             truncated.fill(False)
-        reads_info, cells, reward_cells = self._reads_info, self._cells, self._reward_cells
+        entries, cells, reward_cells = self._at_step, self._cells, self._reward_cells
         actions = self._split(action) if self._discrete_key is None else action[self._discrete_key]
         # Not strict: numpy signals the end of an array by an exception, which is slow.
         remaining: Iterator[Any] = enumerate(zip(self._steps, actions, strict=False))
@@ -134,9 +140,8 @@ class SingleEnvBatch(EnvBatch):
                         reward_cells[row] = reward
                     except (TypeError, ValueError, DeprecationWarning):  # NumPy 1.25 to 2.3 warns
                         reward_cells[row] = _converted(number, reward, _A_REWARD)
-                    if reads_info:
-                        self._put_info(row, info)
-                        self._put_outcomes(row, info)
+                    if entries:
+                        self._put_info(row, info, entries)
                     if (term is not False and term is not _FALSE) or (
                         trunc is not False and trunc is not _FALSE
                     ):
@@ -168,8 +173,8 @@ class SingleEnvBatch(EnvBatch):
                             cells[row][:] = value
                         except (TypeError, ValueError):
                             self._put(row, value)
-                    if self._info_paths:
-                        self._put_info(row, info)
+                    if self._at_reset:
+                        self._put_info(row, info, self._at_reset)
             except users_errors() as err:
                 self._add_fault(row, self._as_env_error(err, "reset", row), stepped=True)
             else:
@@ -182,7 +187,7 @@ class SingleEnvBatch(EnvBatch):
             check_result("reset", result)
             value, info = result
             self._put(index, value)
-            self._put_info(index, info)
+            self._put_info(index, info, self._at_reset)
 
     def _checked_step(self, row: int) -> Callable[[Any], Any]:
         """Return a row's step function, which checks its first result, then makes way for it."""
@@ -204,22 +209,20 @@ class SingleEnvBatch(EnvBatch):
             if part.__class__ is not np.ndarray or part.dtype != view.dtype:
                 self._cells = None  # this env converts: trying the cells first would be slower
 
-    def _put_info(self, row: int, info: Mapping[str, Any]) -> None:
-        for leaf, path in self._info_paths:
+    def _put_info(
+        self,
+        row: int,
+        info: Mapping[str, Any],
+        entries: Sequence[tuple[np.ndarray, Leaf, KeyPath]],
+    ) -> None:
+        for array, leaf, path in entries:
             part: Any = info
             for name in path:
                 part = None if part is None else part.get(name)
             if part is None:
-                self.obs[leaf.key][row] = self._missing[leaf.key]
+                array[row] = self._missing[leaf.key]
             else:
-                self._write(self.obs[leaf.key][row, ...], part, leaf, MISFIT_OF_INFO)
-
-    def _put_outcomes(self, row: int, info: Mapping[str, Any]) -> None:
-        for leaf, path in self._outcome_paths:
-            part = info[OUTCOMES]
-            for name in path:
-                part = part[name]
-            write(self.outcomes[leaf.key][row, ...], part)
+                self._write(array[row, ...], part, leaf, MISFIT_OF_INFO)
 
     def _split(self, action: Arrays) -> Iterable[Any]:
         """One action for each env, of the types that its space samples."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from inspect import getattr_static
 from typing import Any, cast
@@ -19,6 +19,7 @@ from distcollect.envs.base import (
     AnyVectorEnv,
     EnvBatch,
     InfoKeys,
+    Remaker,
     Step,
     called,
 )
@@ -43,18 +44,13 @@ _METHODS = (
 class VectorBatch(EnvBatch):
     """A ``gymnasium.vector.VectorEnv``, in any of its auto-reset modes."""
 
-    def __init__(
-        self,
-        env: AnyVectorEnv,
-        info_keys: InfoKeys | None = None,
-        maker: Callable[[], Any] | None = None,
-    ) -> None:
+    def __init__(self, env: AnyVectorEnv, info_keys: InfoKeys | None, maker: Remaker) -> None:
         """Bring ``env`` into the form of an :class:`EnvBatch`.
 
         Args:
             env: the vector env.
             info_keys: see :func:`~distcollect.envs.make.make_envs`.
-            maker: makes the env again; None if nothing does.
+            maker: makes the env again.
         """
         resetting = np.zeros(env.num_envs, bool)
 
@@ -113,11 +109,7 @@ class VectorBatch(EnvBatch):
             return self._advance_all(action)
         except users_errors() as error:
             self._add_fault(0, self._as_env_error(error, "step"), stepped=False)
-        result = self._result
-        result.ended.clear()
-        result.terminated.fill(False)
-        result.truncated.fill(False)
-        return result
+        return self._forget_ends()
 
     def _advance_all(self, action: Arrays) -> Step:
         result = self._result

@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from distcollect.common.refusing import refusing
 from distcollect.errors import ArgumentError
 from distcollect.integrations import load
 
@@ -47,13 +49,10 @@ class VectorMaker(ABC):
 
     def module(self, name: str, extra: str) -> Any:
         """Import a module that the extra installs; ArgumentError if it is missing."""
-        try:
-            return importlib.import_module(name)
-        except ModuleNotFoundError as err:
-            raise ArgumentError(
-                f"the env {self.env_id!r} needs a package that isn't installed here ({err}): "
-                f"pip install 'distcollect[{extra}]'"
-            ) from err
+        problem = f"the env {self.env_id!r} needs a package that isn't installed here"
+        with refusing(problem, f"pip install 'distcollect[{extra}]'", ModuleNotFoundError):
+            importlib.import_module(name)
+        return sys.modules[name]
 
 
 class AtariMaker(VectorMaker):

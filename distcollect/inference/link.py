@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import select
 import socket
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 from distcollect.common import tensor_cache
@@ -18,16 +16,7 @@ from distcollect.common.by_value import dumps
 from distcollect.common.step_counter import TASK, StepCounter, Task
 from distcollect.errors import DeadlineError
 from distcollect.inference import protocol
-from distcollect.inference.protocol import (
-    STREAM,
-    Answer,
-    Caller,
-    Kind,
-    Request,
-    Served,
-    Serving,
-    Status,
-)
+from distcollect.inference.protocol import STREAM, Answer, Caller, Kind, Request, Served, Serving
 from distcollect.net.framing import Buffer, Packet
 from distcollect.policy.base import Woken
 from distcollect.policy.live_weights import LiveWeights
@@ -254,32 +243,26 @@ class Connection:
 
     def _send(self, request: Request, content: object) -> None:
         try:
-            protocol.send_request(self._socket, request, content)
+            protocol.send(self._socket, request, content)
         except ConnectionError:
             raise ServerGone from None
 
     def _receive(self) -> tuple[Answer, Failure | None]:
         """The next answer, and why it failed."""
-        found = protocol.receive_answer(self._socket)
+        found = protocol.receive(self._socket, Answer)
         if found is None:
             raise ServerGone
         answer, fds = found
-        if answer.status == Status.FAILED:
-            return answer, protocol.unpacked(*fds)
-        if fds:
-            content, memory = fds
-            try:
-                told = protocol.unpacked(content)
-            except BaseException:
-                os.close(memory)
-                raise
-            self._learn(told, partial(protocol.map_memory, memory))
-        return answer, None
+        told = protocol.unpacked(fds[0]) if fds else None
+        return answer, self._learn(told, lambda *of: protocol.map_memory(fds[1], *of))
 
-    def _learn(
-        self, told: Served | tuple[Any, Any], arrays: Callable[[Iterable[Leaf], int], Arrays]
-    ) -> None:
-        """Take what the server has said, with ``arrays`` for it: the inputs, then the outputs."""
+    def _learn(self, told: Any, arrays: Callable[[Iterable[Leaf], int], Arrays]) -> Failure | None:
+        """Take what the server has said, if anything; return it if a request failed.
+
+        ``arrays`` makes, or maps, the arrays that it has told of: the inputs, then the outputs.
+        """
+        if told is None or isinstance(told, Failure):
+            return told
         if isinstance(told, Served):
             self.served = told
             self._link.server = told.worker_id
@@ -289,6 +272,7 @@ class Connection:
             action, self.extras = told
             leaves = (*action, *self.extras, *(self.served.state or ()))
             self.outputs = arrays(leaves, self._num_rows)
+        return None
 
 
 class RemoteConnection(Connection):
@@ -339,11 +323,8 @@ class RemoteConnection(Connection):
         if (parts := self._arrived.popleft()) is None:
             raise ServerGone
         request, answer, content, results = packing.unpack(parts)
-        if answer.status == Status.FAILED:
-            return answer, content
-        if content is not None:
-            self._learn(content, protocol.own_arrays)
+        failure = self._learn(content, protocol.own_arrays)
         arrays = self.outputs if request.kind == Kind.CHOOSE else self.inputs
         for array, result in zip((arrays or {}).values(), results, strict=bool(results)):
             array[request.rows] = result
-        return answer, None
+        return answer, failure

@@ -5,9 +5,9 @@ both map::
 
     worker                                  server
     HELLO (spaces, rows)      ─────────▶
-                              ◀─────────    DONE (what is known of the policy; memory for the rows)
+                              ◀─────────    answer (what the policy is; memory for the rows)
     BEGIN, CHOOSE (which rows) ────────▶
-                              ◀─────────    DONE, or FAILED (why)
+                              ◀─────────    answer, or a Failure
 
 A request reads the rows that the worker has written to the memory before, and its answer says that
 the results lie there. The server keeps nothing from one request to the next: observation, state of
@@ -33,13 +33,13 @@ import socket
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
 from distcollect.common.by_value import Pickler
-from distcollect.common.memory_segment import memory_file
+from distcollect.common.memory_segment import memory_file, small_file
 from distcollect.policy.recurrent import IS_INIT
 from distcollect.policy.weight_layout import WeightLayout
 from distcollect.rollout.spaces import Arrays, Key, Leaf
@@ -89,13 +89,6 @@ class Kind(enum.IntEnum):
     CHOOSE = 2  # actions
 
 
-class Status(enum.IntEnum):
-    """How a request ended."""
-
-    DONE = 0
-    FAILED = 1
-
-
 class Request(NamedTuple):
     """A request.
 
@@ -127,10 +120,9 @@ class Request(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """An answer.
+    """An answer; with a :class:`~distcollect.transport.failure.Failure` if the request failed.
 
     Attributes:
-        status: a :class:`Status`.
         number: of the request.
         version: policy_version of the weights that computed it.
         drawn: how many random numbers each row has drawn in this frame by now.
@@ -140,7 +132,6 @@ class Answer(NamedTuple):
         num_computed: the same with padding.
     """
 
-    status: int
     number: int
     version: int = 0
     drawn: int = -1
@@ -150,7 +141,8 @@ class Answer(NamedTuple):
     num_computed: int = 0
 
 
-_REQUEST, _ANSWER = struct.Struct("<6q"), struct.Struct("<8q")
+M = TypeVar("M", Request, Answer)
+_FORMS = {Request: struct.Struct("<6q"), Answer: struct.Struct("<7q")}
 
 
 @dataclass(frozen=True)
@@ -218,30 +210,36 @@ def is_same_user(connected: socket.socket) -> bool:
     return bool(_PEER_CREDENTIALS.unpack(credentials)[1] == os.getuid())
 
 
-def send_request(to: socket.socket, request: Request, content: object = None) -> None:
-    """Send a request, with ``content`` in memory of its own unless that is None."""
-    fds = [] if content is None else [_packed(content)]
-    _send(to, _REQUEST.pack(*request), fds)
-
-
-def send_answer(
-    to: socket.socket, answer: Answer, content: object = None, memory: int | None = None
+def send(
+    to: socket.socket, message: Request | Answer, content: object = None, memory: int | None = None
 ) -> None:
-    """Send an answer, with ``content`` and the descriptor of memory to map unless they are None."""
-    fds = [] if content is None else [_packed(content)]
-    _send(to, _ANSWER.pack(*answer), fds, [] if memory is None else [memory])
+    """Send a message, and what belongs to it.
+
+    Args:
+        to: the other side.
+        message: a request or an answer.
+        content: what else is said, in memory of its own; None: nothing.
+        memory: descriptor of memory to map that the content describes; None: there is none.
+    """
+    numbers = _FORMS[type(message)].pack(*message)
+    if content is None:
+        to.send(numbers)
+        return
+    with small_file() as file:
+        Pickler(file).dump(content)
+        file.flush()
+        fds = [file.fileno()] if memory is None else [file.fileno(), memory]
+        socket.send_fds(to, [numbers], fds)
 
 
-def receive_request(connected: socket.socket) -> tuple[Request, list[int]] | None:
-    """The next request, and the descriptors that came with it; None: the other side has ended."""
-    found = _receive(connected, _REQUEST.size)
-    return None if found is None else (Request(*_REQUEST.unpack(found[0])), found[1])
-
-
-def receive_answer(connected: socket.socket) -> tuple[Answer, list[int]] | None:
-    """The next answer, and the descriptors that came with it; None: the other side has ended."""
-    found = _receive(connected, _ANSWER.size)
-    return None if found is None else (Answer(*_ANSWER.unpack(found[0])), found[1])
+def receive(connected: socket.socket, kind: type[M]) -> tuple[M, list[int]] | None:
+    """The next message, and the descriptors that came with it; None: the other side has ended."""
+    form = _FORMS[kind]
+    try:
+        numbers, fds, _, _ = socket.recv_fds(connected, form.size, 2, socket.MSG_CMSG_CLOEXEC)
+    except ConnectionError:
+        return None
+    return (kind(*form.unpack(numbers)), fds) if len(numbers) == form.size else None
 
 
 def unpacked(fd: int) -> Any:
@@ -254,39 +252,11 @@ def unpacked(fd: int) -> Any:
         return pickle.load(file)
 
 
-def _packed(content: object) -> int:
-    fd = memory_file("distcollect-message")
-    with open(fd, "wb", closefd=False) as file:
-        Pickler(file).dump(content)
-    return fd
-
-
-def _send(to: socket.socket, message: bytes, packed: list[int], others: Iterable[int] = ()) -> None:
-    """Send a message with descriptors; ``packed`` are closed here."""
-    try:
-        fds = [*packed, *others]
-        if fds:
-            socket.send_fds(to, [message], fds)
-        else:
-            to.send(message)
-    finally:
-        for fd in packed:
-            os.close(fd)
-
-
-def _receive(connected: socket.socket, size: int) -> tuple[bytes, list[int]] | None:
-    try:
-        message, fds, _, _ = socket.recv_fds(connected, size, 2, socket.MSG_CMSG_CLOEXEC)
-    except ConnectionError:
-        return None
-    return (message, fds) if len(message) == size else None
-
-
 def make_memory(leaves: Iterable[Leaf], num_rows: int) -> tuple[int, Arrays]:
     """Make memory for arrays ``[num_rows, *shape]``; its descriptor, and the arrays."""
     leaves = tuple(leaves)
     fd = memory_file("distcollect-rows")
-    os.ftruncate(fd, _places(leaves, num_rows)[1])
+    os.ftruncate(fd, sum(_size(leaf, num_rows) for leaf in leaves) or 1)
     return fd, _arrays(fd, leaves, num_rows)
 
 
@@ -298,25 +268,21 @@ def own_arrays(leaves: Iterable[Leaf], num_rows: int) -> Arrays:
 def map_memory(fd: int, leaves: Iterable[Leaf], num_rows: int) -> Arrays:
     """The arrays in memory that the other side has made for the same leaves; closes ``fd``."""
     try:
-        return _arrays(fd, tuple(leaves), num_rows)
+        return _arrays(fd, leaves, num_rows)
     finally:
         os.close(fd)
 
 
-def _places(leaves: tuple[Leaf, ...], num_rows: int) -> tuple[list[int], int]:
-    """Where each leaf's array begins, and the size of all."""
-    places, end = [], 0
+def _arrays(fd: int, leaves: Iterable[Leaf], num_rows: int) -> Arrays:
+    memory, start, arrays = mmap.mmap(fd, 0), 0, {}
     for leaf in leaves:
-        places.append(end)
-        size = num_rows * math.prod(leaf.shape) * leaf.dtype.itemsize
-        end += -(-size // _ALIGNMENT) * _ALIGNMENT
-    return places, max(end, mmap.PAGESIZE)
+        shape = num_rows, *leaf.shape
+        arrays[leaf.key] = np.ndarray(shape, leaf.numpy_dtype, memory, start)
+        start += _size(leaf, num_rows)
+    return arrays
 
 
-def _arrays(fd: int, leaves: tuple[Leaf, ...], num_rows: int) -> Arrays:
-    places, size = _places(leaves, num_rows)
-    memory = mmap.mmap(fd, size)
-    return {
-        leaf.key: np.ndarray((num_rows, *leaf.shape), leaf.numpy_dtype, memory, place)
-        for leaf, place in zip(leaves, places, strict=True)
-    }
+def _size(leaf: Leaf, num_rows: int) -> int:
+    """The size of a leaf's array, with what is unused before the next one."""
+    num_bytes = num_rows * math.prod(leaf.shape) * leaf.dtype.itemsize
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

@@ -13,7 +13,7 @@ import torch
 
 from distcollect.errors import PolicyError
 from distcollect.inference.link import Connection, Link, ServerGone
-from distcollect.inference.protocol import STREAM, Caller, Kind
+from distcollect.inference.protocol import STREAM, Answer, Caller, Kind
 from distcollect.policy.base import Exploration, Policy, PolicyOutput
 from distcollect.policy.calling import Tensors
 from distcollect.policy.noise import Actions, noises_of
@@ -160,21 +160,14 @@ class RemotePolicy(Policy):
             PolicyError: the policy raised.
             Woken: see above, and at the end.
         """
-        deadline = self._deadline()
-        while True:
-            connection = self._connected(deadline)
-            try:
-                for each, number in list(self._asked.items()):
-                    if not number:
-                        self._send(each, connection)
-                numbers = self._asked.values()
-                answer = connection.receive(
-                    self._asked[rows], deadline, others=numbers, may_wake=may_wake
-                )
-            except ServerGone:
-                self._lose(connection)
-                continue
-            break
+
+        def choose(connection: Connection) -> int:
+            for each, number in list(self._asked.items()):
+                if not number:
+                    self._send(each, connection)
+            return self._asked[rows]
+
+        connection, answer = self._answered(choose, may_wake=may_wake)
         del self._asked[rows]
         self.version = answer.version
         self.link.expect(answer.version)
@@ -204,31 +197,40 @@ class RemotePolicy(Policy):
             drawn = 0
         self._asked[rows] = connection.send(Kind.CHOOSE, rows.start, len(rows), drawn)
 
-    def _lose(self, connection: Connection) -> None:
-        """The server has ended: what was asked of it is asked of the next one."""
-        connection.close()
-        self._connection = None
-        self._asked = dict.fromkeys(self._asked, 0)
+    def _answered(
+        self, ask: Callable[[Connection], int], *, may_wake: bool = False
+    ) -> tuple[Connection, Answer]:
+        """Wait for the answer to a request, of this server or of the one that takes its place.
+
+        ``ask`` sends the request if that is still to be done, and returns its number.
+        """
+        deadline = self._deadline()
+        while True:
+            connection = self._connected(deadline)
+            try:
+                number, others = ask(connection), self._asked.values()
+                return connection, connection.receive(
+                    number, deadline, others=others, may_wake=may_wake
+                )
+            except ServerGone:  # what was asked of it is asked of the next one
+                connection.close()
+                self._connection = None
+                self._asked = dict.fromkeys(self._asked, 0)
 
     def _drawing(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if self._rng is None else self._rng.drawing()
 
     def _initial_state(self) -> Tensors:
         """The state at the start of episodes, ``[n, *shape]`` for each entry."""
-        deadline = self._deadline()
-        while True:
-            connection, drawn = self._connected(deadline), -1
-            try:
-                if self._rng is not None:
-                    connection.inputs[STREAM.key][:] = self._rng.states[:, 0]
-                    drawn = self._rng.num_drawn
-                number = connection.send(Kind.BEGIN, 0, self._num_rows, drawn)
-                others = self._asked.values()
-                answer = connection.receive(number, deadline, others=others, may_wake=False)
-            except ServerGone:
-                self._lose(connection)
-                continue
-            break
+
+        def begin(connection: Connection) -> int:
+            drawn = -1
+            if self._rng is not None:
+                connection.inputs[STREAM.key][:] = self._rng.states[:, 0]
+                drawn = self._rng.num_drawn
+            return connection.send(Kind.BEGIN, 0, self._num_rows, drawn)
+
+        connection, answer = self._answered(begin)
         if self._rng is not None:
             self._rng.num_drawn = answer.drawn
         state = connection.served.state or ()

@@ -26,16 +26,7 @@ from distcollect.common.clock import clock_ns
 from distcollect.common.step_counter import StepCounter, Task
 from distcollect.inference import protocol
 from distcollect.inference.batching import Batching
-from distcollect.inference.protocol import (
-    STREAM,
-    Answer,
-    Caller,
-    Kind,
-    Request,
-    Served,
-    Serving,
-    Status,
-)
+from distcollect.inference.protocol import STREAM, Answer, Caller, Kind, Request, Served, Serving
 from distcollect.net.framing import Packet
 from distcollect.net.server import Connection
 from distcollect.policy.base import Exploration
@@ -110,13 +101,10 @@ class _Client:
     def answer(
         self, request: Request, answer: Answer, content: object = None, memory: int | None = None
     ) -> None:
-        """Send an answer.
-
-        Raises:
-            OSError: the worker has ended.
-        """
+        """Send an answer; see :func:`.protocol.send`."""
         assert self.socket is not None
-        protocol.send_answer(self.socket, answer, content, memory)
+        with contextlib.suppress(OSError):  # it has ended: that is received, too
+            protocol.send(self.socket, answer, content, memory)
 
 
 @dataclass(eq=False)
@@ -143,11 +131,13 @@ class _RemoteClient(_Client):
         self, request: Request, answer: Answer, content: object = None, memory: int | None = None
     ) -> None:
         arrays: Arrays = {}
-        if answer.status == Status.DONE:
+        if not isinstance(content, Failure):
             arrays = (self.outputs or {}) if request.kind == Kind.CHOOSE else self.inputs
         # Copied, as they are on their way for longer than this call.
         results = [array[request.rows].copy() for array in arrays.values()]
-        self.connection.send_packet(Packet(0, packing.pack((request, answer, content, results))))
+        packet = Packet(0, packing.pack((request, answer, content, results)))
+        with contextlib.suppress(OSError):  # it has ended: that is received, too
+            self.connection.send_packet(packet)
 
 
 @dataclass(frozen=True)
@@ -172,6 +162,7 @@ class InferenceServer:
         policy: Callable[..., Any],
         weights: LiveWeights,
         counter: StepCounter,
+        jobs: queue.SimpleQueue[Callable[[], object] | None],
         *,
         worker_id: int,
         num_cores: int,
@@ -183,11 +174,13 @@ class InferenceServer:
             policy: the policy, on its device.
             weights: its weights.
             counter: says what the process does.
+            jobs: what its thread is to do besides; :meth:`ring` tells of a new one.
             worker_id: the process's slot.
             num_cores: that it and its workers may keep busy.
         """
         self._serving, self._policy, self._weights = serving, policy, weights
         self._counter, self._worker_id, self._num_cores = counter, worker_id, num_cores
+        self._jobs = jobs
         self._served: set[int] = set()  # the ids of all workers of this host that have been here
         self._groups: list[_Group] = []
         self._clients: set[_Client] = set()
@@ -204,8 +197,7 @@ class InferenceServer:
         self._listening.listen(socket.SOMAXCONN)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listening, selectors.EVENT_READ, self._accept)
-        self._selector.register(self._bell, selectors.EVENT_READ, self._hear)
-        self._posted: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._selector.register(self._bell, selectors.EVENT_READ, partial(self._bell.recv, 4096))
 
     def ring(self) -> None:
         """There are jobs to do, or new weights."""
@@ -214,13 +206,8 @@ class InferenceServer:
 
     def post(self, work: Callable[[], object]) -> None:
         """Have the thread that serves do this next."""
-        self._posted.put(work)
+        self._jobs.put(work)
         self.ring()
-
-    def _hear(self) -> None:
-        self._bell.recv(4096)
-        while not self._posted.empty():
-            self._posted.get()()
 
     def close(self) -> None:
         """Take leave of all workers."""
@@ -230,18 +217,18 @@ class InferenceServer:
         for each in (self._listening, self._bell, self._ringer):
             each.close()
 
-    def serve(self, jobs: queue.SimpleQueue[Callable[[], object] | None]) -> None:
+    def serve(self) -> None:
         """Answer until there is a None among the jobs, which are done between two answers."""
         while True:
-            with contextlib.suppress(queue.Empty):
-                while (job := jobs.get_nowait()) is not None:
-                    job()
-                jobs.put(None)  # the end is for the caller, too
-                return
             self._swap_weights()
             wait_ns = self._batching.wait_ns(clock_ns())
             for key, _ in self._selector.select(None if wait_ns is None else wait_ns / 1e9):
                 key.data()
+            with contextlib.suppress(queue.Empty):
+                while (job := self._jobs.get_nowait()) is not None:
+                    job()
+                self._jobs.put(None)  # the end is for the caller, too
+                return
             self._swap_weights()
             if self._batching.wait_ns(clock_ns()) == 0:
                 self._launch()
@@ -285,7 +272,7 @@ class InferenceServer:
 
     def _receive(self, client: _Client) -> None:
         assert client.socket is not None
-        found = protocol.receive_request(client.socket)
+        found = protocol.receive(client.socket, Request)
         if found is None:
             self.part(client)
         else:
@@ -350,7 +337,7 @@ class InferenceServer:
         leaves = (*caller.observation, STREAM, *served.inputs)
         memory, client.inputs = protocol.make_memory(leaves, caller.num_rows)
         try:
-            self._answer(client, request, Answer(Status.DONE, request.number), served, memory)
+            client.answer(request, Answer(request.number), served, memory)
         finally:
             os.close(memory)
 
@@ -367,23 +354,11 @@ class InferenceServer:
         for key, value in initial.items():
             client.inputs[key][:] = value
         drawn = -1 if rng is None else rng.num_drawn
-        answer = Answer(Status.DONE, request.number, self._weights.version, drawn)
-        self._answer(client, request, answer)
-
-    def _answer(
-        self,
-        client: _Client,
-        request: Request,
-        answer: Answer,
-        content: object = None,
-        memory: int | None = None,
-    ) -> None:
-        with contextlib.suppress(OSError):  # it has ended: that is received, too
-            client.answer(request, answer, content, memory)
+        client.answer(request, Answer(request.number, self._weights.version, drawn))
 
     def _fail(self, client: _Client, request: Request, error: Exception) -> None:
         failure = Failure.of(error, self._worker_id)
-        self._answer(client, request, Answer(Status.FAILED, request.number), failure)
+        client.answer(request, Answer(request.number), failure)
 
     # Forward passes.
 
@@ -405,11 +380,9 @@ class InferenceServer:
             version, took = self._weights.version, clock_ns() - begin
             for each in requests:
                 number, queued = each.request.number, begin - each.since
-                answer = Answer(
-                    Status.DONE, number, version, drawn, queued, took, num_rows, num_computed
-                )
+                answer = Answer(number, version, drawn, queued, took, num_rows, num_computed)
                 leaves, memory = each.client.untold or (None, None)
-                self._answer(each.client, each.request, answer, leaves, memory)
+                each.client.answer(each.request, answer, leaves, memory)
                 if memory is not None:
                     os.close(memory)
                     each.client.untold = None

@@ -13,6 +13,7 @@ import gymnasium as gym
 import numpy as np
 from tensordict import TensorDict
 
+from distcollect.common.refusing import refusing
 from distcollect.envs.base import space_of
 from distcollect.errors import ArgumentError
 from distcollect.rollout.spaces import Leaf, leaf_spaces, leaves_of, unflatten
@@ -46,25 +47,19 @@ class MinariTarget:
 
     def check(self, env: gym.Env[Any, Any]) -> None:
         """Raise ArgumentError unless it can be made of the frames of ``env``."""
-        try:
+        option = f"--minari {self.dataset_id}"
+        remedy = "pip install 'distcollect[minari]', with Python 3.11 or newer"
+        with refusing(f"{option}: a package is missing", remedy, ImportError):
             import h5py  # noqa: F401, PLC0415
             from minari.dataset.minari_dataset import parse_dataset_id  # noqa: PLC0415
-        except ImportError as error:
-            raise ArgumentError(
-                f"--minari {self.dataset_id}: {error}; install it with "
-                "pip install 'distcollect[minari]', with Python 3.11 or newer"
-            ) from error
-        try:
+        remedy = "name it as NAMESPACE/NAME-vNUMBER, for example cartpole/random-v0"
+        # TypeError: it has no version.
+        with refusing(f"{option}: no name of a data set", remedy, (ValueError, TypeError)):
             parse_dataset_id(self.dataset_id)
-        except (ValueError, TypeError) as error:  # TypeError: it has no version
-            raise ArgumentError(
-                f"--minari {self.dataset_id}: no name of a Minari data set; name it as "
-                "NAMESPACE/NAME-vNUMBER, for example cartpole/random-v0"
-            ) from error
         if self.folder.exists():
             raise ArgumentError(
-                f"--minari {self.dataset_id}: {self.folder} exists already; choose another name or "
-                f"number, or delete it: minari delete {self.dataset_id}"
+                f"{option}: {self.folder} exists already; choose another name or number, or delete "
+                f"it: minari delete {self.dataset_id}"
             )
         for role in ("observation", "action"):
             paths = [path for path, _ in leaf_spaces(space_of(env, role))]

@@ -27,13 +27,11 @@ class Host:
         cores: those it may run on.
         quota: CPU seconds per second that its cgroup grants; None: no limit.
         nodes: the cores of each NUMA node; empty if unknown.
-        online: the number of cores that the host, or the container, has.
     """
 
     cores: tuple[int, ...]
     quota: float | None = None
     nodes: tuple[tuple[int, ...], ...] = ()
-    online: int = 0
 
     @classmethod
     def inspect(cls) -> Host:
@@ -42,18 +40,12 @@ class Host:
             cores=tuple(sorted(os.sched_getaffinity(0))),
             quota=read_quota(),
             nodes=read_nodes(),
-            online=_num_granted() or os.cpu_count() or 1,
         )
 
     @property
     def usable(self) -> tuple[int, ...]:
         """As many of its cores as it may keep busy, at least one."""
         return self.cores if self.quota is None else self.cores[: max(1, int(self.quota))]
-
-    @property
-    def num_cores(self) -> int:
-        """Return how many cores it may keep busy, at least 1."""
-        return len(self.usable)
 
 
 @dataclass(frozen=True)
@@ -84,16 +76,15 @@ def choose(
     # One thread each, unless a worker has cores of its own: policies see few envs at a time, and
     # while the trainer computes, a second thread waits for a core and delays the first one at every
     # operation. One worker beside a busy trainer on two cores lost over 90% of its frames to that.
-    threads = min(cores or 1, host.num_cores)
+    threads = min(cores or 1, len(host.usable))
+    in_order = [core for node in host.nodes for core in node]
     # The user, a container or a scheduler has chosen cores already, or limits the CPU time.
-    chosen = len(host.cores) < host.online or host.num_cores < len(host.cores)
-    if not may_pin or chosen or count > len(host.cores):
+    chosen = len(host.usable) < len(in_order)
+    if not may_pin or chosen or count > len(in_order):
         return CpuPlacement(None, threads)
-    near = [usable for node in host.nodes if (usable := sorted(set(node) & set(host.cores)))]
-    in_order = [core for node in near for core in node]
     first, end = (i * len(in_order) // count for i in (index, index + 1))
-    own = [core for node in near if set(node) & set(in_order[first:end]) for core in node]
-    if not own or len(own) == len(host.cores):
+    own = [core for node in host.nodes if set(node) & set(in_order[first:end]) for core in node]
+    if len(own) == len(in_order):
         return CpuPlacement(None, threads)
     return CpuPlacement(tuple(own), min(threads, len(own)))
 
@@ -113,7 +104,7 @@ def may_pin(env: Mapping[str, str], *, threads_by_launcher: bool = False) -> boo
 
 def num_cores() -> int:
     """Return how many CPU cores this process may keep busy."""
-    return Host.inspect().num_cores
+    return len(Host.inspect().usable)
 
 
 def load(num_cores: int, num_threads: int) -> float:
@@ -151,16 +142,6 @@ def read_quota(root: Path = _CGROUPS, membership: Path = Path("/proc/self/cgroup
                 if quota not in ("max", "-1"):
                     grants.append(int(quota) / int(period))
     return min(grants, default=None)
-
-
-def _num_granted() -> int:
-    """The number of cores that this process's cgroup has; 0 if unknown."""
-    for folder in cgroup_folders(_CGROUPS, Path("/proc/self/cgroup"), "cpuset"):
-        for name in ("cpuset.cpus.effective", "cpuset.effective_cpus", "cpuset.cpus"):
-            with contextlib.suppress(OSError):
-                if cores := read_cores((folder / name).read_text()):
-                    return len(cores)
-    return 0
 
 
 def cgroup_folders(root: Path, membership: Path, controller: str) -> Sequence[Path]:

@@ -27,6 +27,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 from distcollect.common import worker_guard, worker_prints
 from distcollect.common.forks import Owner
@@ -43,7 +44,7 @@ from distcollect.errors import is_server
 from distcollect.launch import zygote
 from distcollect.launch.cpu_placement import CpuPlacement, Host
 from distcollect.launch.zygote import Inheritance
-from distcollect.net.messages import Spawn, TrainerAddress, WorkerBoot
+from distcollect.net.messages import Exited, MemoryExceeded, Spawn, TrainerAddress, WorkerBoot
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,8 @@ _STACK_S = 0.25
 _STARTING_S = 2.0
 _PRINTS_TIMEOUT_S = 1.0
 
-Block = tuple[int, ...]
+Block: TypeAlias = tuple[int, ...]
+ProcessReport: TypeAlias = Exited | MemoryExceeded
 
 _TEXTS = {
     Task.COLLECT: "its envs finished no step within {:.1f} s",
@@ -110,16 +112,6 @@ class ProgressWatch:
         return own_s if is_call else max(own_s, step_s)
 
 
-class ProcessEvents:
-    """What is reported about worker processes, on other threads."""
-
-    def exited(self, worker_id: int, incarnation: int, process_exit: ProcessExit) -> None:
-        """A process has ended and was reaped."""
-
-    def memory_exceeded(self, worker_id: int, incarnation: int, num_bytes: int) -> None:
-        """A process takes more memory than it may; repeated while that is so."""
-
-
 @dataclass
 class _Running:
     """A process, and what its watchdog has seen of it.
@@ -167,11 +159,14 @@ class _Running:
 class LocalProcesses:
     """The worker processes that this process has started."""
 
-    def __init__(self, events: ProcessEvents) -> None:
-        """Report to ``events``."""
+    def __init__(self, report: Callable[[ProcessReport], object]) -> None:
+        """``report`` is called on other threads: for each process that has ended and was reaped.
+
+        Also while one takes more memory than it may, again and again.
+        """
         self._inheritance = Inheritance.now()  # also for replacements
         zygote.warm_up(self._inheritance, self)
-        self._events = events
+        self._report = report
         # Reentrant: garbage collection under it may finalize a collector, which ends its processes.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -198,62 +193,47 @@ class LocalProcesses:
             placement: where it runs.
             control: its end of a connection with the trainer, to be closed here; None: it connects.
         """
+        cores = placement.cores or os.sched_getaffinity(0)
+        self._readers[:] = [reader for reader in self._readers if reader.is_alive()]
         try:
-            with control or contextlib.nullcontext():
-                running = self._spawn(wanted, trainer, placement, control)
+            with (
+                control or contextlib.nullcontext(),
+                contextlib.closing(SharedStepCounter()) as counters,
+            ):
+                boot = WorkerBoot(
+                    worker_id=wanted.worker_id,
+                    incarnation=wanted.incarnation,
+                    trainer=trainer,
+                    settings=wanted.settings,
+                    num_threads=placement.num_threads,
+                    counters_fd=counters.fd,
+                    control_fd=-1 if control is None else control.fileno(),
+                    host_cores=self._host_cores,
+                    sys_path=self._inheritance.sys_path,
+                    authkey=multiprocessing.current_process().authkey.hex(),
+                )
+                with worker_prints.output_streams(boot.name, self._readers) as streams:
+                    process = zygote.start(boot, self._inheritance, wanted.env, cores, streams)
         except OSError as error:
             process_exit = ProcessExit(-1, 0, f"it could not be started: {error}")
-            self._events.exited(wanted.worker_id, wanted.incarnation, process_exit)
+            self._report(Exited(wanted.worker_id, wanted.incarnation, process_exit))
             return
-        key = wanted.worker_id, wanted.incarnation
+        key, start_s = (boot.worker_id, boot.incarnation), boot.settings.start_timeout_s
+        asked_at = time.monotonic() + start_s - min(_STARTING_S, start_s / 4)
+        watch = ProgressWatch(boot.settings.step_timeout_s)
         with self._lock:
-            self._running[key] = running
+            self._running[key] = _Running(process, counters, boot, watch, asked_at)
             if self._watchdog is None:
                 self._watchdog = threading.Thread(
                     target=self._watch_all, name="distcollect-watchdog", daemon=True
                 )
                 self._watchdog.start()
         # By its key: a cycle would keep the run's memory until the next garbage collection.
-        running.process.end.add_done_callback(partial(self._ended, key))
-
-    def _spawn(
-        self,
-        wanted: Spawn,
-        trainer: TrainerAddress,
-        placement: CpuPlacement,
-        control: socket.socket | None,
-    ) -> _Running:
-        counters = SharedStepCounter()
-        boot = WorkerBoot(
-            worker_id=wanted.worker_id,
-            incarnation=wanted.incarnation,
-            trainer=trainer,
-            settings=wanted.settings,
-            num_threads=placement.num_threads,
-            counters_fd=counters.fd,
-            control_fd=-1 if control is None else control.fileno(),
-            host_cores=self._host_cores,
-            sys_path=self._inheritance.sys_path,
-            authkey=multiprocessing.current_process().authkey.hex(),
-        )
-        cores = placement.cores or os.sched_getaffinity(0)
-        for ended in [reader for reader in self._readers if not reader.is_alive()]:
-            self._readers.remove(ended)
-        try:
-            with worker_prints.output_streams(boot.name, self._readers) as streams:
-                process = zygote.start(boot, self._inheritance, wanted.env, cores, streams)
-        finally:
-            counters.close()
-        watch = ProgressWatch(wanted.settings.step_timeout_s)
-        start_s = wanted.settings.start_timeout_s
-        asked_at = time.monotonic() + start_s - min(_STARTING_S, start_s / 4)
-        return _Running(process, counters, boot, watch, asked_at)
+        process.end.add_done_callback(partial(self._ended, key))
 
     def kill(self, worker_id: int, incarnation: int) -> None:
         """End a worker at once, and all that it started; do nothing if it has ended."""
-        self._kill(self._running.get((worker_id, incarnation)))
-
-    def _kill(self, running: _Running | None) -> None:
+        running = self._running.get((worker_id, incarnation))
         if running is not None and self._owner.is_here:
             running.process.send_signal(worker_guard.KILL)
 
@@ -277,7 +257,7 @@ class LocalProcesses:
         for running in self._still_running(grace_s, is_awaited):
             if grace_s and is_awaited((running.boot.worker_id, 0)):
                 log.warning("%s did not end within %g s: killing it", running.boot.name, grace_s)
-            self._kill(running)
+            self.kill(running.boot.worker_id, running.boot.incarnation)
         for running in self._still_running(_REAP_TIMEOUT_S):
             log.warning("the guard of %s hangs, or the zygote: killing both", running.boot.name)
             running.process.kill()
@@ -305,7 +285,7 @@ class LocalProcesses:
         if running.is_starting:
             reason = reason or running.place()
         process_exit = ProcessExit(code, running.counters.stepped, running.reason or reason)
-        self._events.exited(*key, process_exit)
+        self._report(Exited(*key, process_exit))
         with self._lock:
             del self._running[key]
             self._changed.notify_all()
@@ -335,7 +315,7 @@ class LocalProcesses:
         if overdue and running.is_overdue:  # by now it has written its stack, if it can
             running.reason = "; ".join(filter(None, (overdue, running.place())))
             log.warning("%s: %s; killing it", running.boot.name, running.reason)
-            self._kill(running)
+            self.kill(running.boot.worker_id, running.boot.incarnation)
         elif overdue:
             running.ask_for_stack()
         elif now >= running.asked_at:
@@ -351,7 +331,7 @@ class LocalProcesses:
         pid = running.worker_pid
         num_bytes = 0 if pid is None else _resident_bytes(pid)
         if num_bytes > boot.settings.max_bytes:
-            self._events.memory_exceeded(boot.worker_id, boot.incarnation, num_bytes)
+            self._report(MemoryExceeded(boot.worker_id, boot.incarnation, num_bytes))
 
 
 def _resident_bytes(pid: int) -> int:

@@ -32,6 +32,7 @@ from distcollect.launch.supervisor import supervise
 from distcollect.launch.topology import Launch, Launcher, own_name
 from distcollect.launch.worker_hosts import WorkerHosts
 from distcollect.net.interfaces import LOOPBACK
+from distcollect.net.messages import Goodbye
 
 log = logging.getLogger(__name__)
 
@@ -96,9 +97,12 @@ def run(main: Callable[[], T], *, num_trainers: int = 1) -> T | None:
             if launch.rank > 0:
                 _supervise(launch)
                 return None
-            identify(launch.run_id, launch.trainer, num_trainers)
-            hosts = _hosts_of_launch(launch)
-        return _train(main, hosts, launch, folder, num_trainers)
+            identify(launch.run_id, launch.trainer, launch.num_trainers)
+            spec = listen_spec(launch)  # it keeps torchrun's store open, if this process serves it
+            ranks, port = launch.num_workers, spec.port
+            hosts = WorkerHosts(spec.address, spec.token, num_ranks=ranks, port=port)
+            spec.announce(hosts.join_server.port)
+        return _train(main, hosts, launch, folder)
 
 
 def _supervise(launch: Launch) -> None:
@@ -115,11 +119,7 @@ def _supervise(launch: Launch) -> None:
 
 
 def _train(
-    main: Callable[[], T],
-    hosts: WorkerHosts,
-    launch: Launch,
-    folder: RunFolder | None,
-    num_trainers: int,
+    main: Callable[[], T], hosts: WorkerHosts, launch: Launch, folder: RunFolder | None
 ) -> T:
     """Call ``main`` with ``hosts`` for its collectors, then end all that it left."""
     set_launched(hosts)
@@ -130,7 +130,7 @@ def _train(
     failed = True
     exiting: SystemExit | None = None
     try:
-        with _trainer_variables(launch, num_trainers):
+        with _trainer_variables(launch):
             result = call.result()
         failed = False
     except SystemExit as error:
@@ -142,8 +142,8 @@ def _train(
             resumes = folder is not None and (is_interrupted or bool(folder.later_start()))
             # Torchrun starts ranks again only if all have failed. Under other launchers, ranks
             # that fail after the trainer would hide the cause.
-            ranks_fail = launch.launcher is Launcher.TORCHRUN
-            hosts.close(failed=failed, ranks_fail=ranks_fail, resumes=resumes)
+            ranks_fail = failed and launch.launcher is Launcher.TORCHRUN
+            hosts.close(Goodbye(ranks_fail), Goodbye(failed, resumes))
     if owner.is_here:
         call.end_what_it_left(exiting)
     if exiting is not None:
@@ -152,18 +152,18 @@ def _train(
 
 
 @contextlib.contextmanager
-def _trainer_variables(launch: Launch, num_trainers: int) -> Iterator[None]:
+def _trainer_variables(launch: Launch) -> Iterator[None]:
     """Set torch's environment variables for a group of the trainers alone."""
-    if num_trainers == 1:
+    if launch.num_trainers == 1:
         yield
         return
-    variables = {"RANK": str(launch.trainer), "WORLD_SIZE": str(num_trainers)}
+    variables = {"RANK": str(launch.trainer), "WORLD_SIZE": str(launch.num_trainers)}
     if launch.launcher is not Launcher.TORCHRUN:
         assert launch.master is not None
         host, port = launch.master
         host = LOOPBACK if launch.num_hosts == 1 else host
         # The trainers' join servers use the ports from this one on.
-        variables |= {"MASTER_ADDR": host, "MASTER_PORT": str(port + num_trainers)}
+        variables |= {"MASTER_ADDR": host, "MASTER_PORT": str(port + launch.num_trainers)}
         variables["LOCAL_RANK"] = str(launch.trainer)
     before = dict(os.environ)
     os.environ.update(variables)
@@ -197,14 +197,6 @@ def num_workers(default: int) -> int:
         folder = RunFolder.here()
         return default if folder is None else folder.num_workers or default
     return launch.num_workers
-
-
-def _hosts_of_launch(launch: Launch) -> WorkerHosts:
-    spec = listen_spec(launch)
-    hosts = WorkerHosts(spec.address, spec.token, num_ranks=launch.num_workers, port=spec.port)
-    spec.announce(hosts.join_server.port)
-    hosts.store = spec.store
-    return hosts
 
 
 def _hosts_of_run(folder: RunFolder) -> WorkerHosts:

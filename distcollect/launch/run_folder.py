@@ -137,9 +137,13 @@ class RunFolder:
 
     def jobs(self) -> list[dict[str, Any]]:
         """Return what is known about each of its jobs, in the order of their submission."""
-        names = [path.relative_to(self.path) for path in (self.path / "jobs").glob("[0-9]*.json")]
-        jobs = [job for name in names if (job := self.read(str(name))) is not None]
-        return sorted(jobs, key=lambda job: float(job["submitted"]))
+        return self._read_all("jobs/[0-9]*.json", order="submitted")
+
+    def _read_all(self, names: str, order: str) -> list[dict[str, Any]]:
+        """The contents of all files with such names, in the order of one of their entries."""
+        files = (path.relative_to(self.path) for path in self.path.glob(names))
+        found = [content for file in files if (content := self.read(str(file))) is not None]
+        return sorted(found, key=lambda content: float(content[order]))
 
     def note(self, job_id: str, what: str) -> None:
         """Add an event of a job to the history, for the user."""
@@ -148,9 +152,7 @@ class RunFolder:
 
     def history(self) -> list[str]:
         """The noted events with their times, oldest first."""
-        files = (path.relative_to(self.path) for path in (self.path / "history").glob("[0-9]*"))
-        notes = [note for file in files if (note := self.read(str(file))) is not None]
-        notes.sort(key=lambda note: float(note["at"]))
+        notes = self._read_all("history/[0-9]*", order="at")
         return [f"{_clock(note['at'])} job {note['job']} {note['what']}" for note in notes]
 
     def tell(self, state: str, **about: Any) -> None:

@@ -14,18 +14,16 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from distcollect.common import open_files
-from distcollect.common.process_exit import STRAY_CONNECTION, ProcessExit
+from distcollect.common.process_exit import STRAY_CONNECTION
 from distcollect.errors import slot_name
 from distcollect.launch import zygote
 from distcollect.launch.cpu_placement import CpuPlacement
-from distcollect.launch.local_processes import LocalProcesses, ProcessEvents
+from distcollect.launch.local_processes import LocalProcesses
 from distcollect.launch.zygote import Inheritance
 from distcollect.net.client import ControlConnection, TrainerGone, join
 from distcollect.net.messages import (
-    Exited,
     Goodbye,
     Kill,
-    MemoryExceeded,
     Spawn,
     SupervisorHello,
     TrainerAddress,
@@ -45,19 +43,6 @@ class _Terminated(SystemExit):
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
         self.number = number
-
-
-class _Reporter(ProcessEvents):
-    """Reports worker processes to the trainer."""
-
-    def __init__(self, connection: ControlConnection) -> None:
-        self._connection = connection
-
-    def exited(self, worker_id: int, incarnation: int, process_exit: ProcessExit) -> None:
-        self._connection.send(Exited(worker_id, incarnation, process_exit))
-
-    def memory_exceeded(self, worker_id: int, incarnation: int, num_bytes: int) -> None:
-        self._connection.send(MemoryExceeded(worker_id, incarnation, num_bytes))
 
 
 def supervise(
@@ -91,13 +76,12 @@ def supervise(
         SystemExit: the trainer is gone, or a signal ended this process.
     """
     open_files.fill_standard_streams()
-    joined_before = False
+    give_up = False
     name = name or ("this process" if rank is None else f"rank {rank}")
     hello = SupervisorHello(rank=rank)
     with _signals():
         zygote.warm_up(Inheritance.now())
         while True:
-            give_up = joined_before and patience_s is None
             try:
                 connection, trainer = join(
                     find, hello, timeout_s, name=name, give_up_if_refused=give_up
@@ -113,7 +97,7 @@ def supervise(
                     _fail("the trainer failed")
                 return not goodbye.failed
             log.warning("the trainer is gone, or was cut off; looking for it again")
-            joined_before = True
+            give_up = patience_s is None
             timeout_s = _REJOIN_TIMEOUT_S if patience_s is None else patience_s
 
 
@@ -137,10 +121,8 @@ def _signals() -> Iterator[None]:
         signal.SIGUSR1: signal.SIG_IGN,
         signal.SIGUSR2: signal.SIG_IGN,
     }
-    before = {number: signal.getsignal(number) for number in handlers}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
         yield
     finally:
         for number, handler in before.items():
@@ -164,7 +146,7 @@ def _serve(
     placement: CpuPlacement,
 ) -> Goodbye | None:
     """Do what the trainer requests until it says goodbye; None: the connection broke off."""
-    processes = LocalProcesses(_Reporter(connection))
+    processes = LocalProcesses(connection.send)
     leave_timeout_s = grace_s = 0.0
     goodbye: Goodbye | None = None
     try:

@@ -68,6 +68,7 @@ class Launch:
         run_id: the same on all ranks, different from other launches on these hosts.
         master: host name and port where the ranks meet; None without a launcher.
         trainer: which of several trainers this part of the launch belongs to.
+        num_trainers: how many these are.
         local_rank: the number of this rank among those on this host.
         cores_per_rank: CPU cores that the scheduler reserved for each rank; None: unknown.
         last_host: the name of a host other than the trainer's, "" if unknown.
@@ -81,6 +82,7 @@ class Launch:
     run_id: str = ""
     master: tuple[str, int] | None = None
     trainer: int = 0
+    num_trainers: int = 1
     local_rank: int = 0
     cores_per_rank: int | None = None
     last_host: str = ""
@@ -195,7 +197,9 @@ class Launch:
                 "all trainers have to run there"
             )
         own = len(range(trainer, num_workers, num_trainers))
-        return replace(self, rank=1 + turn, world_size=1 + own, trainer=trainer)
+        return replace(
+            self, rank=1 + turn, world_size=1 + own, trainer=trainer, num_trainers=num_trainers
+        )
 
 
 def one_of_several(env: Mapping[str, str] | None = None) -> str:

@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from distcollect.common import open_files
 from distcollect.common.memory_segment import own_network
@@ -24,7 +24,7 @@ from distcollect.errors import (
     slot_name,
 )
 from distcollect.launch.cpu_placement import Host, choose, may_pin
-from distcollect.launch.local_processes import LocalProcesses, ProcessEvents
+from distcollect.launch.local_processes import LocalProcesses, ProcessReport
 from distcollect.net.messages import (
     Exited,
     Goodbye,
@@ -43,13 +43,17 @@ from distcollect.net.tls import trainer_tls
 log = logging.getLogger(__name__)
 
 _LATE_RANKS_TIMEOUT_S = 20.0
+_DONE = Goodbye()
 
 
-class HostEvents(JoinServerEvents, ProcessEvents):
+class HostEvents(JoinServerEvents):
     """What is reported about worker processes and the slots they are started in.
 
     The methods are called on several threads.
     """
+
+    def reported(self, report: ProcessReport) -> None:
+        """A process has ended, or takes more memory than it may; that is repeated while it does."""
 
     def slot_opened(self, worker_id: int) -> None:
         """Processes for this slot can be started from now on."""
@@ -59,9 +63,6 @@ class HostEvents(JoinServerEvents, ProcessEvents):
 
     def slot_closed(self, worker_id: int) -> None:
         """No process for this slot can be started any more; a running one may go on."""
-
-    def launch_ended(self) -> None:
-        """The trainer's ``main()`` is done: end what is still running."""
 
 
 class PlacerSettings(Protocol):
@@ -140,14 +141,12 @@ class WorkerHosts(JoinServerEvents):
         join_server: where workers and supervisors join.
         address: this host's, on the interface by which they reach it.
         token: what they have to know.
+        end_collector: ends the collector that uses these hosts, if one does.
         local_hosts: this host alone, for collectors that start local workers within a launch.
-        store: torchrun's store, kept open where this process serves it.
         patience_s: how long to wait until enough workers have joined, if :attr:`is_elastic`.
         placer: has the expected workers started, the first ones at about one time; None: something
             else does.
     """
-
-    store: Any = None
 
     def __init__(
         self,
@@ -203,6 +202,7 @@ class WorkerHosts(JoinServerEvents):
         self._networks: list[str] = []  # of the hosts that had workers, in the order of their slots
         self._is_in_use = False
         self._events = HostEvents()
+        self.end_collector: Callable[[], object] = lambda: None
         self._supervisors: dict[int, _Supervisor] = {}  # by slot
         self._seen: set[int] = set()  # slots of ranks that have joined, even if they are gone now
         self._local: LocalProcesses | None = None
@@ -271,7 +271,7 @@ class WorkerHosts(JoinServerEvents):
         events: HostEvents,
         num_workers: int,
         timeout_s: float,
-        *,
+        end: Callable[[], object] = lambda: None,
         server_ranks: Collection[int] | None = None,
     ) -> None:
         """Serve one collector: report to ``events``. Wait until its slots can be used.
@@ -280,6 +280,7 @@ class WorkerHosts(JoinServerEvents):
             events: see above.
             num_workers: slots, from 0, that are needed.
             timeout_s: for the ranks of the launch to join.
+            end: ends the collector; called when the trainer's ``main()`` is done.
             server_ranks: open a slot for an inference server on the hosts of these ranks; empty: on
                 each host that has workers. None: on no host.
 
@@ -288,9 +289,10 @@ class WorkerHosts(JoinServerEvents):
         """
         self._num_wanted = num_workers
         self._events = events
+        self.end_collector = end
         self._server_ranks = server_ranks
         if self._num_local:
-            self._local = LocalProcesses(events)
+            self._local = LocalProcesses(events.reported)
             self._open_server(own_network(), None)
 
         def missing() -> list[int]:
@@ -313,8 +315,6 @@ class WorkerHosts(JoinServerEvents):
             wanted = {w: each for w, each in self._supervisors.items() if self._is_wanted(w)}
         for worker_id, supervisor in wanted.items():
             self._open_server(supervisor.network, supervisor.rank)
-            if worker_id < num_workers:
-                continue
             events.slot_opened(worker_id)
         if self.placer is not None:
             num_expected = self._num_expected or 0
@@ -425,6 +425,7 @@ class WorkerHosts(JoinServerEvents):
         ``failed``: because of an error.
         """
         self._events = HostEvents()
+        self.end_collector = lambda: None
         self._server_ranks = None
         self._local = None
         with self._lock:
@@ -432,45 +433,33 @@ class WorkerHosts(JoinServerEvents):
                 supervisor.running.clear()
             self._is_in_use = False
         if self._num_ranks is None and (self.placer is not None or not self.is_elastic):
-            self._end_supervisors(failed=failed)
+            self._end_supervisors(_DONE, Goodbye(failed))
         if self.placer is not None:
             self.placer.close()
 
-    def close(
-        self, *, failed: bool = False, ranks_fail: bool = False, resumes: bool = False
-    ) -> None:
+    def close(self, ranks: Goodbye = _DONE, joined: Goodbye = _DONE) -> None:
         """End the supervisors: the trainer is done.
 
         It waits a little for ranks that have not joined yet: else they would look for a trainer
         that is gone.
 
         Args:
-            failed: whether the trainer ends by an error; then supervisors that joined do so too.
-            ranks_fail: then its launch's ranks do so too.
-            resumes: the trainer will be started again, and supervisors that joined by themselves
-                are to wait for it.
+            ranks: for the ranks of its launch.
+            joined: for supervisors that joined by themselves.
         """
         # First, while the supervisors are there to end its processes.
-        self.end_collector()
-        for hosts in self.local_hosts:
+        for hosts in (self, *self.local_hosts):
             hosts.end_collector()
         with self._lock:
             if self._num_ranks is not None:
                 self._changed.wait_for(
                     lambda: len(self._seen) == self._num_ranks, _LATE_RANKS_TIMEOUT_S
                 )
-        self._end_supervisors(failed=failed, ranks_fail=ranks_fail, resumes=resumes)
+        self._end_supervisors(ranks, joined)
 
-    def end_collector(self) -> None:
-        """End what the collector started that uses these hosts; nothing if none does."""
-        self._events.launch_ended()
-
-    def _end_supervisors(
-        self, *, failed: bool, ranks_fail: bool = False, resumes: bool = False
-    ) -> None:
+    def _end_supervisors(self, ranks: Goodbye, joined: Goodbye) -> None:
         for supervisor in list(self._supervisors.values()):
-            fails = failed and (ranks_fail or not supervisor.rank)
-            supervisor.connection.send(Goodbye(fails, resumes and not supervisor.rank))
+            supervisor.connection.send(ranks if supervisor.rank else joined)
         self.join_server.close()
 
     def admit(self, connection: Connection) -> Message | None:
@@ -513,15 +502,14 @@ class WorkerHosts(JoinServerEvents):
         worker_id = self._slot_of(connection)
         if worker_id is None:
             return
-        if isinstance(message, MemoryExceeded):
-            self._events.memory_exceeded(message.worker_id, message.incarnation, message.num_bytes)
-        elif isinstance(message, Exited):
-            # Reported before it is removed: end_processes() returns when the last one is removed,
-            # and what was reported by then is accounted for.
-            key = message.worker_id, message.incarnation
-            self._events.exited(*key, message.exit)
+        # Reported before it is removed: end_processes() returns when the last one is removed, and
+        # what was reported by then is accounted for.
+        if isinstance(message, Exited | MemoryExceeded):
+            self._events.reported(message)
+        if isinstance(message, Exited):
             with self._lock:
-                self._supervisors[worker_id].running.discard(key)
+                running = self._supervisors[worker_id].running
+                running.discard((message.worker_id, message.incarnation))
                 self._changed.notify_all()
 
     def closed(self, connection: Connection) -> None:
@@ -542,7 +530,7 @@ class WorkerHosts(JoinServerEvents):
             self._events.slot_closed(worker_id)
         gone = ProcessExit(-1, 0, "the supervisor that started it is gone")
         for server, incarnation in filter(lambda key: is_server(key[0]), supervisor.running):
-            self._events.exited(server, incarnation, gone)
+            self._events.reported(Exited(server, incarnation, gone))
         if not self._gives_server(supervisor.rank):
             return
         server = self._server_of(supervisor.network)

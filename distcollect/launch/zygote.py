@@ -11,7 +11,6 @@ import itertools
 import logging
 import os
 import pickle
-import resource
 import signal
 import socket
 import subprocess
@@ -24,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distcollect.common import memory_segment, open_files, worker_guard
+from distcollect.common.waiting import answer
 from distcollect.errors import ArgumentError
 from distcollect.launch.run_folder import SECRET_VARIABLE
 from distcollect.net.messages import WorkerBoot
@@ -71,11 +71,9 @@ main(boot)
 _NOT_READ_AT_IMPORT = ("DISTCOLLECT_", "PYTEST_CURRENT_TEST")
 # os.system() ignores them while it runs, a notebook between its cells; workers ignore SIGINT.
 _IGNORED_AT_TIMES = {signal.SIGINT, signal.SIGQUIT}
-# Of /proc/self/status: what a process may do, and the mode of its new files.
-_STATUS = (
-    *("CapInh", "CapPrm", "CapBnd", "CapAmb", "NoNewPrivs", "Seccomp", "Seccomp_filters"),
-    "Umask",
-)
+# Of /proc/self/status: who a process is, what it may do, and the mode of its new files. Not all
+# kernels have all.
+_STATUS = ("Uid", "Gid", "Groups", "Cap", "NoNewPrivs", "Seccomp", "Umask")
 
 _KEEP, _COLLECTOR, _OFF = "keep", "collector", "off"  # the values of the variable
 
@@ -127,18 +125,14 @@ class Inheritance:
 
     def origin(self) -> tuple[object, ...]:
         """List what a process also takes over that starts now, or libraries read when they load."""
-        status = Path("/proc/self/status").read_text()
-        lines = dict(line.split(":", 1) for line in status.splitlines())  # not all kernels have all
-        ignored = int(lines.get("SigIgn", "0"), 16)
-        limits = [name for name in dir(resource) if name.startswith("RLIMIT_")]
-        environ = self.environ.items()
+        environ, may_be_ignored = self.environ.items(), signal.valid_signals() - _IGNORED_AT_TIMES
+        status = Path("/proc/self/status").read_text().splitlines()
         return (
             {name: value for name, value in environ if not name.startswith(_NOT_READ_AT_IMPORT)},
-            (os.getresuid(), os.getresgid(), os.getgroups()),
-            [lines.get(name) for name in _STATUS],
-            [resource.getrlimit(getattr(resource, name)) for name in limits],
+            [line for line in status if line.startswith(_STATUS)],
+            Path("/proc/self/limits").read_text(),
             (os.getpriority(os.PRIO_PROCESS, os.getpid()), os.sched_getscheduler(os.getpid())),
-            ignored & ~sum(1 << (number - 1) for number in _IGNORED_AT_TIMES),
+            [each for each in may_be_ignored if signal.getsignal(each) is signal.SIG_IGN],
         )
 
 
@@ -264,18 +258,15 @@ class Zygote:
         theirs: socket.socket,
         started: Future[subprocess.Popen[bytes]],
     ) -> None:
-        try:
-            with theirs:
-                process = _start(inheritance, theirs.fileno())
-        except Exception as error:  # noqa: BLE001 - raised where it is waited for
+        with theirs:
+            answer(started, _start, inheritance, theirs.fileno())
+        if started.exception() is not None:
             self._sock.close()
-            started.set_exception(error)
             return
-        started.set_result(process)
         while self._note_next():
             pass
         # It has ended, or does so at once: it closes its socket only then.
-        code = process.wait()
+        code = started.result().wait()
         with self._lock:
             self.is_gone = True
             lost = list(self._workers.values())

@@ -296,7 +296,7 @@ class WorkerBoot:
         host_cores: those that the workers of the process that starts it may keep busy.
         sys_path: of the process that starts it.
         authkey: of the same, in hexadecimal, as :mod:`multiprocessing` gives it to the processes
-            that it starts; "": it gets one of its own.
+            that it starts.
     """
 
     worker_id: int

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from distcollect.results import Frames, LedgerReport
+from distcollect.rollout.header import Header
 
 
 @dataclass(slots=True)
@@ -70,22 +71,13 @@ class Ledger:
         self._processes: dict[tuple[int, int], _Process] = {}
         self._settled: set[tuple[int, int]] = set()  # processes of which nothing more is to come
 
-    def announce(
-        self,
-        worker_id: int,
-        incarnation: int,
-        sequence: int,
-        num_frames: int,
-        *,
-        stepped: int,
-        lost: Mapping[str, int],
-        env_faults: int = 0,
-    ) -> None:
-        """A rollout lies on its worker; the last three are its process's totals.
+    def announce(self, header: Header) -> None:
+        """A rollout lies on its worker.
 
         Raises:
             ValueError: it was announced before, or the one before it was not.
         """
+        worker_id, incarnation, sequence = header[:3]
         process = self._process(worker_id, incarnation)
         if process.ended or sequence != process.next_sequence:
             awaited = "none" if process.ended else process.next_sequence
@@ -94,13 +86,13 @@ class Ledger:
                 f"but {awaited} is next"
             )
         process.next_sequence += 1
-        process.waiting[sequence] = num_frames
-        process.account.stepped = stepped
-        process.account.env_faults = env_faults
-        if lost:
-            for cause, count in lost.items():
+        process.waiting[sequence] = header.num_frames
+        process.account.stepped = header.stepped
+        process.account.env_faults = header.env_faults
+        if header.lost:
+            for cause, count in header.lost:
                 process.account.lost[cause] += count - process.own_losses.get(cause, 0)
-            process.own_losses = dict(lost)
+            process.own_losses = dict(header.lost)
 
     def env_failed(self, worker_id: int, incarnation: int, env_faults: int) -> None:
         """An env raised too often, after ``env_faults`` faults in this process in all."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,12 +18,14 @@ class VersionFrames(NamedTuple):
     """The frames of a rollout that have one version.
 
     Attributes:
+        worker_id: the worker that stepped them.
         lag: how many newer versions had been sent to their worker.
         age: how many newer versions there were.
         num_frames: how many frames.
         is_masked: whether they are masked, as too old.
     """
 
+    worker_id: int
     lag: int
     age: int
     num_frames: int
@@ -37,7 +38,7 @@ def count_lags(
     lag_of: Callable[[int, int], int],
     age_of: Callable[[int], int],
     bound: Staleness | None = None,
-) -> list[list[VersionFrames]]:
+) -> list[VersionFrames]:
     """Count the lags of a batch's frames, and mask the frames that are too old.
 
     Args:
@@ -48,38 +49,36 @@ def count_lags(
         bound: frames that are older are masked; None: none are.
 
     Returns:
-        For each rollout its frames by version.
+        The frames of all rollouts, by version.
     """
 
     def entries(name: str) -> Any:
         return batch["collector", name].reshape(len(rollouts), -1)
 
-    lags: list[list[VersionFrames]] = []
+    found: list[VersionFrames] = []
     stale: list[tuple[int, int]] = []
     for index, rollout in enumerate(rollouts):
-        counts = []
-        lowest, highest = rollout.header.policy_version
+        worker_id, (lowest, highest) = rollout.header.worker_id, rollout.header.policy_version
         versions_of = [(lowest, rollout.header.num_frames)]
         if lowest != highest:
             versions_of = _versions(entries("policy_version")[index], entries("traj_ids")[index])
         for version, num_frames in versions_of:
-            lag, age = lag_of(rollout.header.worker_id, version), age_of(version)
+            lag, age = lag_of(worker_id, version), age_of(version)
             is_masked = bound is not None and bound.slack(lag, age) < 0
-            counts.append(VersionFrames(lag, age, num_frames, is_masked))
+            found.append(VersionFrames(worker_id, lag, age, num_frames, is_masked))
             if is_masked:
                 stale.append((index, version))
-        lags.append(counts)
     if stale:
         mask, versions = entries("mask"), entries("policy_version")
         for index, version in stale:
             mask[index][versions[index] == version] = False
         batch["collector", "mask"] = mask.reshape(batch.shape)
-    return lags
+    return found
 
 
-def stats_of(counts: Sequence[Sequence[VersionFrames]]) -> tuple[LagStats, LagStats]:
+def stats_of(frames: Sequence[VersionFrames]) -> tuple[LagStats, LagStats]:
     """Return the summaries of lags and ages."""
-    lags, ages, nums, _ = zip(*chain.from_iterable(counts), strict=True)
+    _, lags, ages, nums, _ = zip(*frames, strict=True)
     return LagStats.of(lags, nums), LagStats.of(ages, nums)
 
 

@@ -23,7 +23,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Concatenate, ParamSpec
 
@@ -49,6 +48,7 @@ from distcollect.pool.policy_lag import VersionFrames
 from distcollect.pool.pool_core import PoolCore
 from distcollect.pool.requests import origin
 from distcollect.pool.setup_calls import SetupArguments, SetupCall
+from distcollect.pool.staleness import SentVersions
 from distcollect.pool.worker_slots import (
     BatchPlan,
     RolloutRequest,
@@ -57,7 +57,6 @@ from distcollect.pool.worker_slots import (
     WorkerSlot,
 )
 from distcollect.results import LedgerReport, WorkerThroughput
-from distcollect.rollout.header import Rollout
 from distcollect.roster.interfaces import FailureSink, MembershipObserver
 from distcollect.telemetry.recorder import StatsRecorder
 from distcollect.transport.protocol import Transport
@@ -73,26 +72,12 @@ _TAKE_BACK_S = 2.0
 _NUM_PLACES, _PLACES_S = 3, 2.0
 
 
-@dataclass(eq=False)
-class Delivery:
-    """The rollouts of a batch on their way to the user.
-
-    They are in the ledger once :meth:`Pool.delivered` or :meth:`Pool.given_up` is called with it.
-
-    Attributes:
-        requests: of the rollouts.
-        rollouts: the rollouts, in the order of their workers' ids; empty for a reference.
-    """
-
-    requests: Sequence[RolloutRequest]
-    rollouts: list[Rollout]
-
-
 class Pool(MembershipObserver):
     """Collects rollouts from workers, and sends weights before it requests rollouts.
 
     Attributes:
         version: policy_version of the newest publication.
+        versions: which of them were sent to which worker.
         served_by: worker_id to the inference server that has its policy, of workers that have been
             there and don't have it themselves.
         on_weights: called with worker_id and version when a worker has joined and when it has
@@ -134,22 +119,23 @@ class Pool(MembershipObserver):
         self._wait = wait
         self._waiting: list[Wakeup] = []  # of the user's threads
         self._loop = EventLoop(self.fail, lambda: self._core.decide())  # noqa: PLW0108 - made below
+        self.versions = SentVersions(
+            self._acknowledged_by,
+            holder=lambda worker_id: self.served_by.get(worker_id, worker_id),
+            is_coming=lambda w: sender.is_coming(self.served_by.get(w, w)),
+        )
         self._core = PoolCore(
             plan,
             staleness,
+            self.versions,
             transport,
-            failure_sink,
-            self._stats_recorder,
-            acknowledged=self._acknowledged_by,
-            holder=lambda worker_id: self.served_by.get(worker_id, worker_id),
-            is_coming=lambda w: self._sender.is_coming(self.served_by.get(w, w)),
+            failure_sink=failure_sink,
+            stats_recorder=self._stats_recorder,
             post=self._loop.post,
             clock=clock_ns,
-            deliver=self._deliver,
             wake_user=self._wake_user,
         )
         self._lock = self._loop.lock
-        self._delivery: Delivery | None = None  # for the user's thread
         self._failure: BaseException | None = None
         sender.on_acknowledged = self._acknowledged
         sender.on_left_out = self._left_out
@@ -250,14 +236,6 @@ class Pool(MembershipObserver):
         with self._loop.reading():
             return self._core.requests.num_ready
 
-    def lag(self, worker_id: int, version: int) -> int:
-        """How many versions newer than ``version`` were sent to a worker."""
-        return self._core.versions.lag(worker_id, version)
-
-    def age(self, version: int) -> int:
-        """How many versions newer than ``version`` there are."""
-        return self._core.versions.age(version)
-
     # Workers come and go: see :class:`~distcollect.roster.interfaces.MembershipObserver`.
 
     def join(self, worker_id: int, incarnation: int, peer: int, server: int | None = None) -> None:
@@ -355,12 +333,14 @@ class Pool(MembershipObserver):
 
     # Batches.
 
-    def get(self, timeout_s: float) -> Delivery:
-        """Wait for the rollouts of the next batch.
+    def get(self, timeout_s: float) -> list[RolloutRequest]:
+        """Wait for the rollouts of the next batch, which come in the order of their workers' ids.
 
         In sync mode they are fresh, one of every worker. A worker collects once it has the newest
         weights that were sent to it. The share of one that is missing falls to the others. In async
         mode it is the next rollout of whichever worker; all go on collecting meanwhile.
+
+        They are in the ledger once :meth:`delivered` or :meth:`given_up` is called with them.
 
         Args:
             timeout_s: seconds to wait.
@@ -369,7 +349,8 @@ class Pool(MembershipObserver):
             BatchTimeout: not all within ``timeout_s``; names the workers waited for.
             DistCollectError: the run can't go on.
         """
-        return self._gather(Wanted.ALL if self._plan.sync else Wanted.NEXT, timeout_s)
+        requests = self._gather(Wanted.ALL if self._plan.sync else Wanted.NEXT, timeout_s)
+        return sorted(requests, key=lambda request: origin(request.known_header))
 
     def hand_over(self, timeout_s: float, keep_s: float) -> RolloutRequest:
         """Return the next rollout of whichever worker, for another trainer; async mode only.
@@ -384,13 +365,17 @@ class Pool(MembershipObserver):
 
         Raises: as :meth:`get`.
         """
-        delivery = self._gather(Wanted.REFERENCE, timeout_s, keep_s)
-        [request] = delivery.requests
+        [request] = self._gather(Wanted.REFERENCE, timeout_s, keep_s)
         if request.state is RolloutState.DELIVERED:
-            self._loop.do(self._core.settle_delivered, delivery.requests, None)
+            self._loop.do(self._core.settle_delivered, [request], None)
         return request
 
-    def _gather(self, wanted: Wanted, timeout_s: float, keep_s: float = 0.0) -> Delivery:
+    def _gather(
+        self, wanted: Wanted, timeout_s: float, keep_s: float = 0.0
+    ) -> Sequence[RolloutRequest]:
+        def is_there() -> bool:
+            return self._core.batch is not None
+
         signals.check()
         awaited = ""
         try:
@@ -398,37 +383,29 @@ class Pool(MembershipObserver):
             rest_s = timeout_s
             if self._plan.deadline_s is not None and self._plan.deadline_s < timeout_s:
                 rest_s -= self._plan.deadline_s
-                if not self._await(lambda: self._delivery is not None, self._plan.deadline_s):
+                if not self._await(is_there, self._plan.deadline_s):
                     # Then the workers deliver what they have.
                     self._loop.do(self._core.end_early)
-            if not self._await(lambda: self._delivery is not None, rest_s):
+            if not self._await(is_there, rest_s):
                 awaited = self._awaited()  # now: next, the workers may be told to end
         except BaseException:
-            if (delivery := self._loop.do(self._cancel)) is not None:
-                self.given_up(delivery, "given_up")
+            unwanted = self._loop.do(self._core.take_batch) or ()
+            self._loop.do(self._core.settle_delivered, unwanted, "given_up")
             raise
-        delivery, self._delivery = self._delivery, None
-        if delivery is None:  # unless it comes just now
-            delivery = self._loop.do(self._cancel)
-        if delivery is None:
+        requests = self._loop.do(self._core.take_batch)  # it may have come just now
+        if requests is None:
             raise BatchTimeout(
                 f"no batch within {timeout_s:g} s; waited for {awaited}. "
                 "Faults(batch_timeout_s=...) gives them longer"
             )
         self._stats_recorder.switch_to("assemble")
-        return delivery
+        return requests
 
     def _want(self, wanted: Wanted, keep_s: float) -> None:
         self._check()
         if wanted is not Wanted.REFERENCE:
             self._stats_recorder.batch_requested(self._core.requests.num_waiting)
         self._core.batch_wanted(wanted, keep_s)
-
-    def _deliver(self, wanted: Wanted, requests: Sequence[RolloutRequest]) -> None:
-        taken = [] if wanted is Wanted.REFERENCE else [each.take_rollout() for each in requests]
-        taken.sort(key=lambda rollout: origin(rollout.header))
-        self._delivery = Delivery(requests, taken)
-        self._wake_user()
 
     def _awaited(self) -> str:
         """Say which workers the user waits for, and where the first of them are, if they answer."""
@@ -439,36 +416,24 @@ class Pool(MembershipObserver):
         told = {w: a.result() for w, a in answers.items() if w not in silent and not a.exception()}
         return awaited + "".join(f"; worker {w} is in {place}" for w, place in told.items())
 
-    def _cancel(self) -> Delivery | None:
-        """The user waits no longer; return the batch if it came."""
-        delivery, self._delivery = self._delivery, None
-        if delivery is None:
-            self._core.batch_cancelled()
-        return delivery
-
-    def delivered(self, delivery: Delivery, counts: Sequence[Sequence[VersionFrames]]) -> None:
-        """The user has a batch; ``counts``: the frames of each rollout by their version.
+    def delivered(self, batch: Sequence[RolloutRequest], frames: Sequence[VersionFrames]) -> None:
+        """The user has a batch, with these frames.
 
         Raises:
             CollectorStateError: its frames are lost, as the pool was closed meanwhile.
         """
-        by_worker = [
-            (rollout.header.worker_id, each)
-            for rollout, of_rollout in zip(delivery.rollouts, counts, strict=True)
-            for each in of_rollout
-        ]
         with self._lock:
             if self._core.closed:
                 raise CollectorStateError("the collector was shut down")
-            self._stats_recorder.delivered((w, each.lag, each.num_frames) for w, each in by_worker)
-            for worker_id, each in by_worker:
+            self._stats_recorder.delivered((f.worker_id, f.lag, f.num_frames) for f in frames)
+            for each in frames:
                 if each.is_masked:
-                    self._core.requests.stale_frames[worker_id] += each.num_frames
-            self._core.settle_delivered(delivery.requests, None)  # nothing follows from it
+                    self._core.requests.stale_frames[each.worker_id] += each.num_frames
+            self._core.settle_delivered(batch, None)  # nothing follows from it
 
-    def given_up(self, delivery: Delivery, cause: str) -> None:
+    def given_up(self, batch: Sequence[RolloutRequest], cause: str) -> None:
         """The user will not have a batch; its frames are lost by ``cause``."""
-        self._loop.do(self._core.settle_delivered, delivery.requests, cause)
+        self._loop.do(self._core.settle_delivered, batch, cause)
 
     # Weights.
 
@@ -482,18 +447,17 @@ class Pool(MembershipObserver):
             worker_ids: the workers to send it to; None: all.
             apart: no newer weights of other workers take its place.
         """
-        return self._loop.do(self._publish, flat, worker_ids, apart)
 
-    def _publish(
-        self, flat: torch.Tensor, worker_ids: Sequence[int] | None, apart: bool
-    ) -> PushHandle:
-        self._check()
-        given = self.worker_ids if worker_ids is None else worker_ids
-        selected = self.holders(given)
-        self.version += 1
-        self._core.published(self.version, [w for h in selected for w in self._with_served(h)])
+        def publish() -> PushHandle:
+            self._check()
+            selected = self.holders(self.worker_ids if worker_ids is None else worker_ids)
+            self.version += 1
+            published = [w for h in selected for w in self._with_served(h)]
+            self._core.published(self.version, published)
+            return self._sender.publish(flat, self.version, selected, apart=apart)
+
         # In the event loop, so that versions come to the sender in their order.
-        return self._sender.publish(flat, self.version, selected, apart=apart)
+        return self._loop.do(publish)
 
     def _acknowledged(self, worker_id: int, version: int) -> None:
         with self._lock:
@@ -605,7 +569,12 @@ class Pool(MembershipObserver):
 
         If waiting ends by an exception, the workers are called nevertheless.
         """
-        call = self._loop.do(self._begin_setup_call, method, prepare)
+
+        def begin() -> SetupCall:
+            self._check()
+            return self._core.setup_call_begun(method, prepare())
+
+        call = self._loop.do(begin)
         if not self._await(lambda: not call.late, timeout_s):
             late = sorted(slot.worker_id for slot in list(call.late))
             raise DeadlineError(
@@ -615,14 +584,6 @@ class Pool(MembershipObserver):
             )
         if call.errors:
             raise call.errors[0]
-
-    def _begin_setup_call(
-        self,
-        method: Callable[..., Any],
-        prepare: Callable[[], SetupArguments],
-    ) -> SetupCall:
-        self._check()
-        return self._core.setup_call_begun(method, prepare())
 
     def call(
         self,

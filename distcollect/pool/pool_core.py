@@ -22,12 +22,7 @@ from distcollect.config import Staleness
 from distcollect.errors import EnvError, is_server, slot_name
 from distcollect.pool.first_failures import FirstFailures
 from distcollect.pool.requests import Requests
-from distcollect.pool.schedulers import (
-    InTurnScheduler,
-    PacedScheduler,
-    Scheduler,
-    SyncScheduler,
-)
+from distcollect.pool.schedulers import scheduler_for
 from distcollect.pool.setup_calls import SetupArguments, SetupCall, SetupCalls
 from distcollect.pool.staleness import Pacer, SentVersions
 from distcollect.pool.worker_slots import (
@@ -55,7 +50,8 @@ class PoolCore:
 
     Attributes:
         closed: nothing is requested or delivered any more.
-        wanted: what the user's thread waits for.
+        wanted: what the user's thread waits for; None: nothing, or it is there.
+        batch: what it waited for, until it takes it: rollouts in the order of their arrival.
         slots: the worker processes.
         versions: which weights were sent to which worker.
         requests: what was requested from them.
@@ -65,44 +61,36 @@ class PoolCore:
         self,
         plan: BatchPlan,
         staleness: Staleness | None,
+        versions: SentVersions,
         transport: Transport,
+        *,
         failure_sink: FailureSink,
         stats_recorder: StatsRecorder,
-        *,
-        acknowledged: Callable[[int], int],
         post: Callable[..., None],
         clock: Callable[[], int],
-        deliver: Callable[[Wanted, Sequence[RolloutRequest]], None],
         wake_user: Callable[[], None],
-        holder: Callable[[int], int] = lambda worker_id: worker_id,
-        is_coming: Callable[[int], bool] = lambda _: False,
     ) -> None:
         """Start without workers.
 
         Args:
             plan: what is to be collected.
             staleness: which frames are too old, and what becomes of them.
+            versions: which weights were sent to which worker; without any yet.
             transport: reaches the workers.
             failure_sink: is told of workers that failed, or that owe nothing more and may leave.
             stats_recorder: what to count in.
-            acknowledged: gives the newest version of the weights that a worker has.
             post: has an event handled after this one: a function and its arguments.
             clock: gives nanoseconds.
-            deliver: gives the user what it waits for: these requests, in the order of their
-                arrival.
             wake_user: wakes the user's threads: what they wait for may have come.
-            holder: see :class:`~.staleness.SentVersions`.
-            is_coming: see there, too.
         """
         self._transport = transport
         self._failure_sink = failure_sink
         self._stats_recorder = stats_recorder
         self._post = post
         self._clock = clock
-        self._deliver = deliver
         self._wake_user = wake_user
         self.closed = False
-        self.versions = SentVersions(acknowledged, holder, is_coming)
+        self.versions = versions
         self.slots = WorkerSlots(plan.reserved)
         # What is older is not delivered.
         self._bound = None if staleness is None or staleness.mode == "mask" else staleness
@@ -110,7 +98,7 @@ class PoolCore:
         if staleness is not None and staleness.mode == "pace" and not (plan.sync or plan.in_turn):
             self._pacer = Pacer(staleness, self.versions)
         self.requests = Requests(plan, self.slots, self.versions, pacer=self._pacer)
-        self._scheduler = self._make_scheduler(plan)
+        self._scheduler = scheduler_for(self.requests, self._pacer)
         self.slots.may_ask = self._scheduler.may_ask
         self._plan = plan
         self._setup_calls = SetupCalls(self.slots, self._set_up)
@@ -122,19 +110,11 @@ class PoolCore:
         self._prefetch = plan.num_rollouts if plan.sync else 0
         self._ends_early = False  # workers that collect for this batch deliver what they have
         self.wanted: Wanted | None = None
+        self.batch: Sequence[RolloutRequest] | None = None
         self._chosen: RolloutRequest | None = None  # the rollout of the next reference
         self._keep_s = 0.0
         self._activity: Activity | None = None
-        self._untaken = "not_taken"  # the cause for a rollout that no trainer took
         self._first_failures = FirstFailures()
-
-    def _make_scheduler(self, plan: BatchPlan) -> Scheduler:
-        parts = plan, self.slots, self.requests, self.versions
-        if self._pacer is not None:
-            return PacedScheduler(*parts, self._pacer)
-        if plan.sync:
-            return SyncScheduler(*parts)
-        return InTurnScheduler(*parts) if plan.in_turn else Scheduler(*parts)
 
     # Events: workers come and go.
 
@@ -219,7 +199,8 @@ class PoolCore:
         call = self._setup_calls.begin(method, arguments)
         self._give_up_all()
         if method is WorkerService.seed:
-            self.slots.restart_turns()
+            for slot in self.slots:
+                slot.turn = 0
         return call
 
     def _set_up(self, slot: WorkerSlot, method: Callable[..., Any], args: Sequence[Any]) -> None:
@@ -338,7 +319,8 @@ class PoolCore:
             self.requests.keep_no_longer(request, "worker_lost")
             self.failed(request.slot, error)
         else:
-            self.requests.keep_no_longer(request, None if is_taken else self._untaken)
+            cause = "shut_down" if self._is_closing else "not_taken"
+            self.requests.keep_no_longer(request, None if is_taken else cause)
             self._has_changed = True
 
     def _take_back(self, request: RolloutRequest) -> None:
@@ -384,12 +366,14 @@ class PoolCore:
             self._prefetch = 0 if wanted is Wanted.REFERENCE else _PREFETCH
         self._has_changed = True
 
-    def batch_cancelled(self) -> None:
-        """The user waits no longer, though the batch is not there."""
+    def take_batch(self) -> Sequence[RolloutRequest] | None:
+        """The user waits no longer, and gets the batch; None: it is not there."""
+        batch, self.batch = self.batch, None
         if self.wanted is Wanted.ALL:
             # If it came later it would be older than the request for the next batch.
             self._give_up_all()
         self.wanted = self._chosen = None
+        return batch
 
     def settle_delivered(self, requests: Sequence[RolloutRequest], cause: str | None) -> None:
         """The user has these rollouts, which were delivered; or they are lost by ``cause``.
@@ -421,7 +405,6 @@ class PoolCore:
     def closing(self) -> None:
         """Learn which of the rollouts that other trainers may still take were taken."""
         self._is_closing = True
-        self._untaken = "shut_down"
         for request in self.requests.among[RolloutState.KEPT]:
             self._take_back(request)
 
@@ -445,8 +428,8 @@ class PoolCore:
         if self.wanted is Wanted.ALL:
             self._end_early_if_enough()
         self._ask()
-        delivered, wanted = [], self.wanted
-        if wanted is not None and (delivered := self._delivered(wanted)):
+        if self.wanted is not None and (batch := self._delivered(self.wanted)):
+            self.batch = batch
             self.wanted = self._chosen = None
             self._fetch()
             self._ask()
@@ -454,8 +437,8 @@ class PoolCore:
             self._let_go()
         if self._is_closing and not self.requests.among[RolloutState.KEPT]:
             self._wake_user()
-        if wanted is not None and delivered:
-            self._deliver(wanted, delivered)  # at last: the user runs at once
+        if self.batch is not None:
+            self._wake_user()  # at last: the user runs at once
         elif self.wanted is not None and (activity := self._waits_for()) != self._activity:
             self._activity = activity
             self._stats_recorder.switch_to(activity)

@@ -19,7 +19,7 @@ from distcollect.pool.publisher import WorkerIds
 from distcollect.results import Evaluation
 from distcollect.roster.manager import Workers
 from distcollect.roster.process import message_of
-from distcollect.roster.worker_ends import WorkerEnd
+from distcollect.roster.status import WorkerEnd
 from distcollect.telemetry.recorder import StatsRecorder
 from distcollect.transport.worker_service import EvaluationRequest, WorkerService
 

@@ -46,6 +46,9 @@ class Requests:
     """Every rollout that was requested, until it is settled; that is once, and in the ledger.
 
     Attributes:
+        plan: what a rollout is.
+        slots: the workers.
+        versions: which weights were sent to which worker.
         among: the rollouts in each state, in the order in which they entered it.
         ledger: where all frames went.
         stale_frames: frames that were given up as too stale, by worker_id.
@@ -65,18 +68,12 @@ class Requests:
     ) -> None:
         """Start without any request.
 
-        Args:
-            plan: what a rollout is.
-            slots: the workers.
-            versions: which weights were sent to which worker.
-            pacer: knows the rollouts that are out, if it decides how many may be.
+        ``pacer``: knows the rollouts that are out, if it decides how many may be.
         """
         self.stale_frames: dict[int, int] = {}
         self.frames_asked = self._frames_before_batch = 0
         self.num_requested = self.num_batches = self.before_batch = 0
-        self._plan = plan
-        self._slots = slots
-        self._versions = versions
+        self.plan, self.slots, self.versions = plan, slots, versions
         self._pacer = pacer
         # Not plain dicts: finding the first key of one takes time when many were removed.
         self.among: dict[RolloutState, OrderedDict[RolloutRequest, None]] = {
@@ -117,9 +114,9 @@ class Requests:
     @property
     def num_left(self) -> int:
         """The number of rollouts that are still to be requested in the run; it may be endless."""
-        if self._plan.num_frames is None:
+        if self.plan.num_frames is None:
             return 1 << 60
-        return max(0, ceil((self._plan.num_frames - self.frames_asked) / self._plan.rollout_frames))
+        return max(0, ceil((self.plan.num_frames - self.frames_asked) / self.plan.rollout_frames))
 
     def waiting(self) -> Iterator[RolloutRequest]:
         """The rollouts that wait for delivery, in no order."""
@@ -134,7 +131,7 @@ class Requests:
         else:
             self.among[state][request] = None
         if state is not _R.FETCHING:
-            self._slots.refresh(request.slot)
+            self.slots.refresh(request.slot)
 
     # From the request to the rollout.
 
@@ -145,7 +142,7 @@ class Requests:
 
     def request(self, slot: WorkerSlot) -> RolloutRequest:
         """A worker's next rollout is requested."""
-        plan, version = self._plan, self._versions.acknowledged(slot.worker_id)
+        plan, version = self.plan, self.versions.acknowledged(slot.worker_id)
         frames = self._frames_before_batch if plan.sync else self.frames_asked
         random = frames < plan.random_frames  # so the number of workers makes no difference
         wire_request = CollectRequest(
@@ -158,7 +155,7 @@ class Requests:
         slot.last_request = self.num_requested
         slot.rollouts.append(request)
         self.among[request.state][request] = None
-        self._slots.refresh(slot)
+        self.slots.refresh(slot)
         if self._pacer is not None:
             self._pacer.ask(request)
         return request
@@ -172,19 +169,11 @@ class Requests:
 
     def offered(self, request: RolloutRequest, offer: Offer, now: int) -> None:
         """It lies on its worker since ``now``, in nanoseconds."""
-        slot, header, before = request.slot, offer.header, request.state
+        header, before = offer.header, request.state
         if before is _R.GIVEN_UP:  # when its worker was lost
             offer.decline()
             return
-        self.ledger.announce(
-            slot.worker_id,
-            slot.incarnation,
-            header.sequence,
-            header.num_frames,
-            stepped=header.stepped,
-            lost=dict(header.lost) if header.lost else {},
-            env_faults=header.env_faults,
-        )
+        self.ledger.announce(header)
         request.header, request.offer = header, offer
         self._measure(request, (now - request.asked_at) / 1e9)
         lowest, _ = header.policy_version
@@ -247,9 +236,7 @@ class Requests:
             too_old.clear()
         if self._pacer is not None:
             self._pacer.delivered(request)
-        if self._plan.in_turn:
-            self._slots.take_turn(request.slot)
-            self._slots.refresh(request.slot)
+        request.slot.turn += 1
 
     def settle_delivered(self, request: RolloutRequest, cause: str | None) -> None:
         """The user has one that was delivered; or it is lost by ``cause``, before that."""
@@ -263,7 +250,7 @@ class Requests:
 
     def ask_again(self) -> None:
         """Count one less as requested, as nobody gets it: another one is to be collected."""
-        self.frames_asked -= self._plan.rollout_frames
+        self.frames_asked -= self.plan.rollout_frames
 
     def keep_no_longer(self, request: RolloutRequest, cause: str | None) -> None:
         """Another trainer has it, or it is lost for ``cause``."""
@@ -323,7 +310,7 @@ class Requests:
         """Return True if it waits for delivery and is older than ``bound`` allows."""
         # One that is being fetched is looked at again when it is here.
         is_waiting = request.state in (_R.READY, _R.HERE)
-        return is_waiting and self._versions.slack(bound, request.worker_id, request.version) < 0
+        return is_waiting and self.versions.slack(bound, request.worker_id, request.version) < 0
 
     def give_up_stale(self, bound: Staleness) -> None:
         """Give up what is older than that."""
@@ -352,7 +339,7 @@ class Requests:
 
     def _note_unknown(self, slot: WorkerSlot) -> None:
         """Count the frames that a worker may have stepped without a header that says so."""
-        unknown = self._plan.rollout_frames * self._plan.skew if slot.is_collecting else 0
+        unknown = self.plan.rollout_frames * self.plan.skew if slot.is_collecting else 0
         self._unaccounted[slot.worker_id, slot.incarnation] = unknown
 
     def account(self, worker_id: int, incarnation: int, cause: str, stepped: int | None) -> None:
@@ -364,7 +351,7 @@ class Requests:
         """Deliver nothing more; answers of workers are ignored from now on."""
         # Also rollouts that are on their way here, whether anybody wants them or not.
         self.ledger.lose_waiting("shut_down")
-        for slot in self._slots:
+        for slot in self.slots:
             self._note_unknown(slot)
             slot.rollouts.clear()
         for requests in self.among.values():

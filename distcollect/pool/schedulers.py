@@ -11,14 +11,8 @@ from itertools import chain, islice, takewhile
 from operator import attrgetter
 
 from distcollect.pool.requests import Requests
-from distcollect.pool.staleness import Pacer, SentVersions
-from distcollect.pool.worker_slots import (
-    BatchPlan,
-    RolloutRequest,
-    RolloutState,
-    WorkerSlot,
-    WorkerSlots,
-)
+from distcollect.pool.staleness import Pacer
+from distcollect.pool.worker_slots import RolloutRequest, RolloutState, WorkerSlot
 
 # Workers that have never been asked come by their number: the same seed gives the same frames,
 # whichever of them joined first.
@@ -38,21 +32,11 @@ class Scheduler:
     # the user works on another.
     _READY_AHEAD = 2
 
-    def __init__(
-        self, plan: BatchPlan, slots: WorkerSlots, requests: Requests, versions: SentVersions
-    ) -> None:
-        """Schedule what ``plan`` says.
-
-        Args:
-            plan: what is to be collected.
-            slots: the workers.
-            requests: the rollouts.
-            versions: which weights were sent to which worker.
-        """
-        self._plan = plan
-        self._slots = slots
+    def __init__(self, requests: Requests) -> None:
+        """Schedule what comes next after ``requests``."""
         self._requests = requests
-        self._versions = versions
+        self._plan, self._slots = requests.plan, requests.slots
+        self._versions = requests.versions
 
     def may_ask(self, slot: WorkerSlot) -> bool:
         """Return True if a rollout may be requested from this worker, if there is room for it."""
@@ -139,15 +123,8 @@ class SyncScheduler(Scheduler):
 class PacedScheduler(Scheduler):
     """Async mode with a bound on staleness, see :class:`~.staleness.Pacer`."""
 
-    def __init__(
-        self,
-        plan: BatchPlan,
-        slots: WorkerSlots,
-        requests: Requests,
-        versions: SentVersions,
-        pacer: Pacer,
-    ) -> None:
-        super().__init__(plan, slots, requests, versions)
+    def __init__(self, requests: Requests, pacer: Pacer) -> None:
+        super().__init__(requests)
         self._pacer = pacer
         self._waits_since: int | None = None  # since this version, for a worker to get its weights
 
@@ -224,5 +201,14 @@ class InTurnScheduler(Scheduler):
         # If all is requested, a worker that has nothing to deliver won't have.
         needs_work = not self._requests.num_left
         line = (slot for slot in self._slots.line if slot.rollouts or not needs_work)
-        first = next(line, None)
+        first = min(line, key=attrgetter("place"), default=None)
         return None if first is None else first.oldest_waiting
+
+
+def scheduler_for(requests: Requests, pacer: Pacer | None) -> Scheduler:
+    """Return the scheduler of the mode that the plan says; ``pacer``: bounds staleness, if any."""
+    if pacer is not None:
+        return PacedScheduler(requests, pacer)
+    if requests.plan.sync:
+        return SyncScheduler(requests)
+    return InTurnScheduler(requests) if requests.plan.in_turn else Scheduler(requests)

@@ -5,12 +5,10 @@ Pure: no clock, no thread, no socket.
 
 from __future__ import annotations
 
-from bisect import insort
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from distcollect.errors import is_server
@@ -254,7 +252,6 @@ class RolloutRequest(StalenessTicket):
 
 # The states of the rollouts that wait for delivery.
 WAITING = (RolloutState.READY, RolloutState.FETCHING, RolloutState.HERE)
-_PLACE = attrgetter("place")
 
 
 class WorkerSlots:
@@ -265,7 +262,7 @@ class WorkerSlots:
         leaving: processes that were told to leave, and still owe something.
         idle: processes from which a rollout may be requested, in the order in which they became so.
         may_ask: decides that of a process.
-        line: the processes that collect, or will, by their turn and worker_id.
+        line: the processes that collect, or will.
     """
 
     def __init__(self, reserved: frozenset[int] = frozenset()) -> None:
@@ -300,8 +297,8 @@ class WorkerSlots:
         self._present[worker_id] = slot
         if not is_reserved:
             # It starts level with the worker that has delivered least.
-            slot.turn = self.line[0].turn if self.line else 0
-            insort(self.line, slot, key=_PLACE)
+            slot.turn = min((other.turn for other in self.line), default=0)
+            self.line.append(slot)
         return slot
 
     def remove(self, worker_id: int, incarnation: int, *, replaced: bool) -> WorkerSlot | None:
@@ -333,19 +330,6 @@ class WorkerSlots:
             self.idle[slot] = None
         else:
             self.idle.pop(slot, None)
-
-    def take_turn(self, slot: WorkerSlot) -> None:
-        """A process has delivered: all others come before it."""
-        if not slot.is_gone:
-            self.line.remove(slot)
-            slot.turn += 1
-            insort(self.line, slot, key=_PLACE)
-
-    def restart_turns(self) -> None:
-        """All processes have delivered nothing, as far as their turn goes."""
-        for slot in self.line:
-            slot.turn = 0
-        self.line.sort(key=_PLACE)
 
     @property
     def worker_ids(self) -> tuple[int, ...]:

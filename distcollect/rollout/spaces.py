@@ -36,7 +36,7 @@ class Leaf:
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
         """The same dtype, as numpy names it."""
-        return numpy_dtype(self.dtype)
+        return torch.empty(0, dtype=self.dtype).numpy().dtype
 
     def zeros(self, *lead: int) -> np.ndarray:
         """A zeroed array ``[*lead, *shape]``."""
@@ -48,11 +48,6 @@ class Leaf:
 
 class Entries(spaces.Dict):
     """A Dict space of actions, or of outcomes, whose entries are at the top level of a batch."""
-
-
-def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
-    """The numpy dtype of the same name as ``dtype``."""
-    return torch.empty(0, dtype=dtype).numpy().dtype
 
 
 def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:

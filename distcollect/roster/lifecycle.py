@@ -12,7 +12,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 from distcollect.common.peer_ids import identity
 from distcollect.common.process_exit import ProcessExit
 from distcollect.common.shared_memory import sample_of_memory
+from distcollect.common.threads import posted
 from distcollect.config import Faults
 from distcollect.engine.pickled_plan import PickledPlan
 from distcollect.errors import (
@@ -32,9 +33,11 @@ from distcollect.errors import (
     is_server,
     slot_name,
 )
+from distcollect.launch.local_processes import ProcessReport
 from distcollect.launch.worker_hosts import HostEvents, WorkerHosts
 from distcollect.net.messages import (
     Exit,
+    Exited,
     Hello,
     Leaving,
     Message,
@@ -53,15 +56,11 @@ from distcollect.results import WorkerState
 from distcollect.roster.interfaces import MembershipObserver
 from distcollect.roster.membership import PRESENT, Membership, MembershipCommand, Ping, Start
 from distcollect.roster.plans import PlanSender
-from distcollect.roster.posted import posted
-from distcollect.roster.process import Process, ProcessKey, message_of, mismatch
-from distcollect.roster.remote_servers import name_servers
-from distcollect.roster.start_report import start_report
-from distcollect.roster.status import Status
-from distcollect.roster.worker_ends import WorkerEnd
+from distcollect.roster.process import Process, ProcessKey, message_of, mismatch, start_report
+from distcollect.roster.status import Status, WorkerEnd
 from distcollect.transport.protocol import Transport
 from distcollect.transport.start import TCP
-from distcollect.transport.worker_service import WorkerInfo
+from distcollect.transport.worker_service import WorkerInfo, WorkerService
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +91,6 @@ class Lifecycle(HostEvents):
         *,
         num_first: int,
         post: Callable[[Callable[[], None]], None],
-        end_launch: Callable[[], None],
         collector: int = 1,
     ) -> None:
         """Nothing is started before :meth:`check`.
@@ -105,7 +103,6 @@ class Lifecycle(HostEvents):
             status: shared with the user's thread.
             num_first: slots, from 0, whose first processes all have to become ready.
             post: has the supervision thread call a function.
-            end_launch: called when the trainer's ``main()`` is done.
             collector: the number of its collector among those that are open in this process.
         """
         self._hosts = hosts
@@ -115,7 +112,6 @@ class Lifecycle(HostEvents):
         self._status = status
         self._num_first = num_first
         self.post = post
-        self._end_launch = end_launch
         self._collector = collector
         self._plan_sender = PlanSender(transport, post)
         timeouts_s = faults.silence_timeout_s, faults.start_timeout_s
@@ -123,12 +119,10 @@ class Lifecycle(HostEvents):
         self._membership = Membership(*timeouts_s, *restarts, status.evaluating)
         self._observer = MembershipObserver()
         self._is_observed = False
-        self._deaths: dict[int, str] = {}
         # Slots for which no supervisor will come, and why.
         self._given_up: dict[int, str] = {}
         self._answered: deque[ProcessKey] = deque()  # processes that answered a ping
         self.processes: dict[ProcessKey, Process] = {}
-        self._name_servers = partial(name_servers, hosts, transport, self.processes)
         self.gpus: dict[int, str] = {}
         for worker_id in range(num_first):
             self._membership.open(worker_id, time.monotonic())
@@ -189,12 +183,8 @@ class Lifecycle(HostEvents):
     # Starting and probing.
 
     def _start(self, worker_id: int, incarnation: int) -> None:
-        try:
-            over_rpc = self._transport.name != TCP
-            process = Process(worker_id, incarnation, identity().new_peer(), over_rpc)
-        except LaunchError as error:
-            self.fail(error)
-            return
+        over_rpc = self._transport.name != TCP
+        process = Process(worker_id, incarnation, identity().new_peer(), over_rpc)
         self.processes[process.key] = process
         # Torch's C++ side logs a warning for each peer whose process ends; that is reported anyhow.
         env = {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
@@ -279,8 +269,7 @@ class Lifecycle(HostEvents):
 
     @posted
     def _probed(self, process: Process, answer: Future[WorkerInfo]) -> None:
-        error = answer.exception()
-        if error is not None:
+        if (error := answer.exception()) is not None:
             self._fail_process(process, error)
             return
         info = answer.result()
@@ -302,6 +291,15 @@ class Lifecycle(HostEvents):
         if info.socket:
             self._name_servers(self.processes.values())
 
+    def _name_servers(self, workers: Iterable[Process]) -> None:
+        """Tell workers where the inference server is that they ask, if it is ready."""
+        for worker in workers:  # those that can't be reached yet are not told
+            slot, is_remote = self._hosts.server_for(worker.worker_id)
+            server = None if slot is None else self._current(slot)
+            if server is not None and server.info is not None:
+                place = server.info.endpoint if is_remote else server.info.socket
+                self._transport.call(worker.peer, WorkerService.ask_server_at, place)
+
     @posted
     def observe(self, observer: MembershipObserver) -> None:
         """Report to ``observer`` from now on; first the workers that are there."""
@@ -316,6 +314,7 @@ class Lifecycle(HostEvents):
                 log.info("%s is ready%s", self._name(process.worker_id), process.where)
                 observer.join(*process.key, process.peer, process.info.server)
 
+    @posted
     def report_start(self, elapsed_s: float) -> None:
         """Log which of the first processes are awaited."""
         phases = [self._membership.phase(worker_id) for worker_id in range(self._num_first)]
@@ -373,21 +372,23 @@ class Lifecycle(HostEvents):
             self._drain(process)
 
     @posted
-    def memory_exceeded(self, worker_id: int, incarnation: int, num_bytes: int) -> None:
-        process = self.processes.get((worker_id, incarnation))
-        # If it isn't ready, or the pool isn't there yet, this is reported again later.
-        if process is None or not self._drain(process):
+    def reported(self, report: ProcessReport) -> None:
+        process = self.processes.get((report.worker_id, report.incarnation))
+        if process is None:
             return
-        process.is_retired = True
-        why = f"it was retired, as it took {num_bytes / 1e9:.2f} GB of memory"
-        process.failure = WorkerLost(why, worker_id=worker_id)
-        log.warning(
-            "%s takes %.2f GB of memory, more than Faults(max_worker_bytes=%s): it is replaced "
-            "after its rollout",
-            self._name(process.worker_id),
-            num_bytes / 1e9,
-            self._faults.max_worker_bytes,
-        )
+        if isinstance(report, Exited):
+            process.exit = report.exit
+            self._lose(process)
+        elif self._drain(process):  # else it is not ready, or the pool isn't there yet
+            worker_id, took = process.worker_id, f"{report.num_bytes / 1e9:.2f} GB of memory"
+            process.is_retired = True
+            process.failure = WorkerLost(f"it was retired, as it took {took}", worker_id=worker_id)
+            limit = self._faults.max_worker_bytes
+            log.warning(
+                "%s takes %s, more than Faults(max_worker_bytes=%s): it is replaced after its "
+                "rollout",
+                *(self._name(worker_id), took, limit),
+            )
 
     def _drain(self, process: Process) -> bool:
         if not self._is_observed or not self._membership.drain(*process.key):
@@ -460,16 +461,6 @@ class Lifecycle(HostEvents):
         joins = self._membership.state(worker_id) is WorkerState.JOINING
         self._observer.lose(*process.key, replaced=joins and not self._status.is_stopping)
 
-    @posted
-    def exited(self, worker_id: int, incarnation: int, process_exit: ProcessExit) -> None:
-        process = self.processes.get((worker_id, incarnation))
-        if process is not None:
-            process.exit = process_exit
-            self._lose(process)
-
-    def launch_ended(self) -> None:
-        self._end_launch()
-
     def _account(self, process: Process) -> None:
         """Report the end of a lost process, and decide whether the run can go on."""
         del self.processes[process.key]
@@ -477,7 +468,6 @@ class Lifecycle(HostEvents):
         left = self._membership.state(worker_id) is WorkerState.LEFT
         stopping = self._status.is_stopping
         failure, cause = process.death(left=left), process.cause(left=left, stopping=stopping)
-        self._deaths[worker_id] = message_of(failure)
         self._publish()  # first: who waits for ends looks at the states
         self._status.ends.note(worker_id, WorkerEnd(failure, is_hang=cause == "hung"))
         stepped = None if process.exit is None else process.exit.stepped
@@ -525,7 +515,8 @@ class Lifecycle(HostEvents):
             hopeful = max(hopeful, self._hosts.num_workers(None) - len(gone))
         if hopeful >= least or (self._hosts.is_elastic and self._hosts.placer is None):
             return None
-        deaths = sorted((self._deaths | self._given_up).items())
+        ends = {w: message_of(end.error) for w, end in self._status.ends.known().items()}
+        deaths = sorted((ends | self._given_up).items())
         others = [f"{slot_name(w)}: {d}" for w, d in deaths if w != worker_id]
         before = f"; before that {'; '.join(others)}" if others else ""
         why = self._given_up.get(worker_id) or message_of(failure)

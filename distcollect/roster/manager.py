@@ -14,10 +14,10 @@ from concurrent.futures import Future
 from functools import partial
 
 from distcollect.common.peer_ids import identity
-from distcollect.common.waiting import Reminder, wait_for
+from distcollect.common.waiting import wait_for
 from distcollect.config import Faults
 from distcollect.engine.pickled_plan import PickledPlan
-from distcollect.errors import CollectorStateError, DeadlineError, WorkerError
+from distcollect.errors import CollectorStateError, DeadlineError, LaunchError, WorkerError
 from distcollect.launch.open_hosts import WantedHosts, open_hosts
 from distcollect.results import WorkerState
 from distcollect.roster.interfaces import MembershipObserver
@@ -60,6 +60,7 @@ class Workers:
         processes: pid and host of the newest process that was ready, by worker_id.
         gpus: the name of the GPU that has each worker's policy, "" for the CPU; kept up to date.
         ends: how lost workers ended.
+        report, drained: see :class:`.FailureSink`.
         failed: whether they are closed because of an error; None: nobody closed them, so the
             script's end did.
     """
@@ -95,13 +96,20 @@ class Workers:
         self._faults = faults
         self.failed: bool | None = None
         self._status = Status(evaluating)
+        self.worker_infos = self._status.worker_infos
+        self.processes = self._status.processes
+        self.ends = self._status.ends
         self._posted: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="distcollect-workers", daemon=True)
-        self._number = _number()
-        with contextlib.ExitStack() as on_error:
-            on_error.callback(_open_numbers.discard, self._number)
-            self._hosts = open_hosts(num_workers, hosts, faults.start_timeout_s)
-            on_error.callback(self._hosts.detach)
+        self._steps = contextlib.ExitStack()  # of close(), the last one first
+        at_end = self._steps.callback
+        limit_s, half_s = faults.start_timeout_s, faults.stop_timeout_s / 2
+        try:
+            number = _number()
+            at_end(_open_numbers.discard, number)
+            self._hosts = open_hosts(num_workers, hosts, limit_s)
+            # The hosts can serve another collector now.
+            at_end(lambda: self._hosts.detach(failed=self._has_failed()))
             # Workers that join by themselves have no fixed number: none in particular has to come.
             count = 0 if self._hosts.is_elastic else self._hosts.num_workers(num_workers)
             self._num_first = count
@@ -109,7 +117,7 @@ class Workers:
             for sentence in exposure(transport, self.address, self._hosts.join_server):
                 log.info("%s", sentence)
             self.transport = start_transport(transport, self.address, self._hosts.token)
-            on_error.callback(self.transport.close)
+            at_end(self.transport.close)  # again: an exception may have ended the first one early
             self._lifecycle = Lifecycle(
                 self._hosts,
                 self.transport,
@@ -118,19 +126,21 @@ class Workers:
                 self._status,
                 num_first=count,
                 post=self._posted.put,
-                end_launch=self.close,
-                collector=self._number,
+                collector=number,
             )
-            on_error.pop_all()
-        self.worker_infos = self._status.worker_infos
-        self.processes = self._status.processes
-        self.gpus = self._lifecycle.gpus
-        self.ends = self._status.ends
-        self._steps = self._stop_steps()
-        try:
-            self._hosts.attach(
-                self._lifecycle, count, faults.start_timeout_s, server_ranks=server_ranks
-            )
+            self.gpus = self._lifecycle.gpus
+            self.report, self.drained = self._lifecycle.report, self._lifecycle.drained
+            # All ends are reported by now; the thread accounts for them, and ends.
+            at_end(self._end_thread)
+            # Half of the time is for their end. What remains then is killed, and all are reaped.
+            at_end(self._hosts.end_processes, half_s)
+            at_end(self._lifecycle.exit_workers)
+            # The other half is for the answers that they still owe. The trainer's agent closes
+            # before they end: else it would log a warning for each connection that breaks.
+            at_end(self.transport.close, half_s)
+            # Workers stop stepping, and close their envs.
+            at_end(self._lifecycle.stop_workers)
+            self._hosts.attach(self._lifecycle, count, limit_s, self.close, server_ranks)
             self._thread.start()
             self._await_start()
         except BaseException:
@@ -163,16 +173,6 @@ class Workers:
         self._lifecycle.observe(observer)
         self._posted.put(partial(done.set_result, None))
         done.result(self._faults.start_timeout_s)
-
-    def report(
-        self, worker_id: int, incarnation: int, error: BaseException, *, is_final: bool = False
-    ) -> None:
-        """A worker failed at a request: it is replaced, if that can help."""
-        self._lifecycle.report(worker_id, incarnation, error, is_final=is_final)
-
-    def drained(self, worker_id: int, incarnation: int) -> None:
-        """A worker that is to leave owes the pool nothing any more."""
-        self._lifecycle.drained(worker_id, incarnation)
 
     def release(self, worker_ids: Sequence[int]) -> None:
         """Have workers leave for good, and wait until they have.
@@ -219,25 +219,26 @@ class Workers:
                 f"{self._hosts.missing()}"
             )
 
-    def _await_joins(self, is_done: Callable[[], bool], limit_s: float) -> bool:
-        """Wait up to ``limit_s``, False if it took longer.
+    def _await_joins(
+        self,
+        is_done: Callable[[], bool],
+        limit_s: float,
+        remind: Callable[[float], object] = lambda _: None,
+    ) -> bool:
+        """Wait up to ``limit_s``, False if it took longer; ``remind``: see :func:`.wait_for`.
 
         Raises:
             DistCollectError: it keeps workers from joining.
         """
 
         def is_over() -> bool:
-            self._check_start()
+            if self._status.failure is not None:
+                raise self._status.failure
+            if self._status.is_stopping:
+                raise CollectorStateError("the launch ended while workers were awaited")
             return is_done()
 
-        return wait_for(self._status.changed, is_over, limit_s)
-
-    def _check_start(self) -> None:
-        """Raise what keeps workers from joining, if anything does."""
-        if self._status.failure is not None:
-            raise self._status.failure
-        if self._status.is_stopping:
-            raise CollectorStateError("the launch ended while workers were awaited")
+        return wait_for(self._status.changed, is_over, limit_s, remind)
 
     def _await_start(self) -> None:
         """Wait until the first process in every slot is ready, and one at least."""
@@ -246,9 +247,9 @@ class Workers:
         if self.is_elastic:
             self.await_enough()
         remaining = max(0.0, deadline - time.monotonic())
-        # The other elastic workers join later.
-        in_time = self._await_joins(self._have_started, remaining)
-        if not in_time and not self.is_elastic:
+        if self.is_elastic:  # the others join later
+            self._await_joins(self._have_started, remaining)
+        elif not self._await_joins(self._have_started, remaining, self._lifecycle.report_start):
             missing = [w for w in status.states if w not in status.worker_infos]
             names = f"workers {missing}" if missing else "a worker"
             raise DeadlineError(
@@ -285,44 +286,14 @@ class Workers:
             self.failed = hasattr(sys, "last_value") and not hasattr(sys, "ps1")
         return self.failed or self._status.failure is not None
 
-    def _stop_steps(self) -> contextlib.ExitStack:
-        """The steps of :meth:`close`, in their order."""
-        half_s = self._faults.stop_timeout_s / 2
-        steps: list[Callable[[], object]] = [
-            # Workers stop stepping. They answer what they still owe, and close their envs.
-            self._lifecycle.stop_workers,
-            # Half of the time is for these answers. The trainer's agent closes before the workers
-            # end: else it would log a warning for each connection that breaks.
-            partial(self.transport.close, half_s),
-            # The other half is for their end. What remains then is killed, and all are reaped.
-            self._lifecycle.exit_workers,
-            partial(self._hosts.end_processes, half_s),
-            # All ends are reported by now; the thread accounts for them, and ends.
-            self._end_thread,
-            self.transport.close,  # again: an exception may have ended the first one early
-            # The hosts can serve another collector now.
-            lambda: self._hosts.detach(failed=self._has_failed()),
-            partial(_open_numbers.discard, self._number),
-        ]
-        stack = contextlib.ExitStack()
-        for step in reversed(steps):
-            stack.callback(step)
-        return stack
-
     # The supervision thread.
 
     def _run(self) -> None:
-        reminder = Reminder(time.monotonic())
         period_s = min(_CHECK_PERIOD_S, self._faults.silence_timeout_s / _CHECKS_PER_SILENCE)
         checked_at = 0.0
         while True:
             now = time.monotonic()
-            if not (self._status.is_starting and self._num_first):
-                reminder.stop()
-            elif reminder.is_due(now):
-                self._guarded(partial(self._lifecycle.report_start, now - reminder.began))
-            next_check = min(self._lifecycle.next_check(now), reminder.at)
-            due = max(next_check, checked_at + period_s)
+            due = max(self._lifecycle.next_check(now), checked_at + period_s)
             # Python can't wait for much longer than an hour at once; a check in between does no
             # harm.
             pause_s = min(due - now, 3600.0)
@@ -339,6 +310,8 @@ class Workers:
     def _guarded(self, work: Callable[[], None]) -> None:
         try:
             work()
+        except LaunchError as error:  # no more processes can be started
+            self._lifecycle.fail(error)
         except Exception as error:
             log.exception("the supervision of the workers failed")
             self._lifecycle.fail(WorkerError(f"the supervision of the workers failed: {error!r}"))

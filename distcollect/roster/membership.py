@@ -22,7 +22,6 @@ import math
 import random
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 from distcollect.common.backoff import backoff_s
 from distcollect.errors import is_server
@@ -65,35 +64,28 @@ _SEEN_AS = {
 
 
 @dataclass(frozen=True)
-class Start:
-    """Start a process in a slot."""
-
-    worker_id: int
-    incarnation: int
-
-
-@dataclass(frozen=True)
-class Ping:
-    """Ping a process."""
-
-    worker_id: int
-    incarnation: int
-
-
-@dataclass(frozen=True)
-class Overdue:
-    """End a process that missed a deadline, and report it as ended.
+class MembershipCommand:
+    """What to do with a process.
 
     Attributes:
-        reason: which deadline, for people.
+        reason: why it is to be ended, for people; "" if it isn't.
     """
 
     worker_id: int
     incarnation: int
-    reason: str
+    reason: str = ""
 
 
-MembershipCommand: TypeAlias = Start | Ping | Overdue
+class Start(MembershipCommand):
+    """Start a process in a slot."""
+
+
+class Ping(MembershipCommand):
+    """Ping a process."""
+
+
+class Overdue(MembershipCommand):
+    """End a process that missed a deadline, and report it as ended."""
 
 
 @dataclass(eq=False)
@@ -110,7 +102,6 @@ class WorkerRecord:
         asked_at: when the first ping was sent that the process, which has to be ready, has not
             answered; infinite: it owes none.
         ping_at: when to ping it next.
-        due_at: when something is to be done; see :meth:`Membership.tick`.
     """
 
     phase: WorkerPhase = WorkerPhase.PAUSED
@@ -121,12 +112,6 @@ class WorkerRecord:
     ready_at: float = math.inf
     asked_at: float = math.inf
     ping_at: float = math.inf
-    due_at: float = math.inf
-
-    @property
-    def state(self) -> WorkerState:
-        """Return what users see of it."""
-        return _SEEN_AS.get(self.phase, WorkerState.READY)
 
     @property
     def is_empty(self) -> bool:
@@ -164,12 +149,11 @@ class Membership:
     @property
     def states(self) -> dict[int, WorkerState]:
         """Return what users see of every worker's slot."""
-        return {w: record.state for w, record in self._records.items() if not is_server(w)}
+        return {w: self.state(w) for w in self._records if not is_server(w)}
 
     def state(self, worker_id: int) -> WorkerState:
         """Return what users see of one slot; LEFT if there is no such slot."""
-        record = self._records.get(worker_id)
-        return WorkerState.LEFT if record is None else record.state
+        return _SEEN_AS.get(self.phase(worker_id), WorkerState.READY)
 
     def phase(self, worker_id: int) -> WorkerPhase:
         """The phase of one slot; LEFT if there is no such slot."""
@@ -202,7 +186,6 @@ class Membership:
             record.deadline = now
         elif record.successor is WorkerPhase.LOST:
             record.successor = WorkerPhase.PAUSED
-        self._changed(record)
 
     def close(self, worker_id: int) -> None:
         """No process can be started in this slot, until :meth:`open`; a running one goes on."""
@@ -229,7 +212,6 @@ class Membership:
         if record.is_empty:
             record.phase = record.successor
             record.deadline = math.inf
-        self._changed(record)
 
     def joined(self, worker_id: int, incarnation: int) -> bool:
         """A started process can be reached, and is probed; returns False if it is unknown."""
@@ -250,7 +232,6 @@ class Membership:
         if record.successor is not WorkerPhase.LEFT:
             record.deadline = math.inf
         self._plan_ping(record, now)
-        self._changed(record)
         return True
 
     def heard(self, worker_id: int, incarnation: int, now: float) -> None:
@@ -262,7 +243,6 @@ class Membership:
         record.asked_at = math.inf
         if record.phase is WorkerPhase.SUSPECTED:
             record.phase = WorkerPhase.READY
-        self._changed(record)
 
     def drain(self, worker_id: int, incarnation: int) -> bool:
         """A ready process is to end once it owes nothing; returns False if it isn't ready."""
@@ -279,7 +259,6 @@ class Membership:
             return False
         record.phase = WorkerPhase.EXITING
         record.deadline = min(record.deadline, now + within_s)
-        self._changed(record)
         return True
 
     def ended(self, worker_id: int, incarnation: int, now: float) -> bool:
@@ -297,7 +276,6 @@ class Membership:
         record.deadline = now + self._delay(record.starts) if is_replaced else math.inf
         record.ready_at = record.asked_at = record.ping_at = math.inf
         record.incarnation += 1
-        self._changed(record)
         return True
 
     def delay(self, worker_id: int, now: float) -> float | None:
@@ -311,15 +289,15 @@ class Membership:
         Each command is returned once, but :class:`Overdue` until the process was reported as ended.
         """
         self._excuse_absence(now)
-        due = [(r.due_at, worker_id) for worker_id, r in self._records.items() if r.due_at <= now]
-        commands = (self._act(worker_id, now) for _, worker_id in sorted(due))
+        due = sorted((at, w) for w, r in self._records.items() if (at := self._due_at(r)) <= now)
+        commands = [self._act(worker_id, now) for _, worker_id in due]
         return [command for command in commands if command is not None]
 
     def next_tick(self, now: float) -> float:
         """By when to call :meth:`tick`; before that it returns nothing, unless an event comes."""
         records = self._records.values()
         # Also when nothing is due: see above, of a trainer that can't act for a while.
-        due_at = min((record.due_at for record in records), default=math.inf)
+        due_at = min(map(self._due_at, records), default=math.inf)
         if all(record.is_empty for record in records):
             return due_at
         return min(due_at, now + self._ping_period_s)
@@ -342,7 +320,6 @@ class Membership:
                 record.asked_at = min(record.asked_at, now)
                 self._plan_ping(record, now)
                 command = Ping(worker_id, record.incarnation)
-        self._changed(record)
         return command
 
     def _missed_deadline(self, record: WorkerRecord, now: float) -> str:
@@ -355,12 +332,12 @@ class Membership:
             return f"no sign of life for {now - record.asked_at:.1f} s"
         return ""
 
-    def _changed(self, record: WorkerRecord) -> None:
-        """Note when the slot is due."""
+    def _due_at(self, record: WorkerRecord) -> float:
+        """Return when something is to be done for a slot."""
         silent_from = record.asked_at + self.silence_timeout_s
         if record.phase is WorkerPhase.READY:
             silent_from = self._suspected_from(record)
-        record.due_at = min(record.deadline, record.ping_at, silent_from)
+        return min(record.deadline, record.ping_at, silent_from)
 
     def _suspected_from(self, record: WorkerRecord) -> float:
         return record.asked_at + self.silence_timeout_s / 2
@@ -381,7 +358,6 @@ class Membership:
                 if not record.is_empty:
                     record.asked_at += absent_s
                     record.deadline += absent_s
-                    self._changed(record)
 
     def _delay(self, starts: int) -> float:
         pause_s = backoff_s(starts, _FIRST_DELAY_S, self.longest_pause_s)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from distcollect.common.process_exit import ProcessExit
+from distcollect.common.process_exit import ProcessExit, describe_exit
 from distcollect.errors import (
     DeadlineError,
     DistCollectError,
@@ -20,6 +20,13 @@ from distcollect.roster.membership import WorkerPhase
 from distcollect.transport.worker_service import WorkerInfo
 
 ProcessKey = tuple[int, int]  # worker_id and incarnation
+
+_PENDING = {
+    WorkerPhase.PAUSED: "which has not been started yet",
+    WorkerPhase.STARTED: "which has to join",
+    WorkerPhase.PROBING: "which makes its envs and policy and tries them",
+}
+_MAX_NAMED = 5  # of those that are awaited
 
 
 @dataclass(eq=False)
@@ -84,7 +91,7 @@ class Process:
         elif self.exit.reason:
             message = self.exit.reason
         else:
-            when, told = "", self.exit.told(over_rpc=self.over_rpc)
+            when, told = "", describe_exit(self.exit.code, may_use_rpc=self.over_rpc)
             if self.ended_in is WorkerPhase.STARTED:
                 when, told = " before it had joined", f"{told}; see its own output"
             message = f"its process ended{when}: {told}"
@@ -149,3 +156,30 @@ def difference(one: WorkerInfo, other: WorkerInfo) -> str:
     mine = ", ".join(each for each in own if each not in others) or "less"
     theirs = ", ".join(each for each in others if each not in own) or "less"
     return f"{mine} instead of {theirs}; give all workers envs of equal spaces, and one policy"
+
+
+def start_report(
+    phases: Sequence[WorkerPhase],
+    processes: Mapping[int, Process],
+    elapsed_s: float,
+    limit_s: float,
+) -> str:
+    """Say which workers are awaited, for what, and how long.
+
+    Args:
+        phases: of the workers that have to become ready, by worker_id.
+        processes: those in the slots, by worker_id.
+        elapsed_s: seconds since the start.
+        limit_s: after this many seconds the start fails.
+    """
+    awaited = [worker_id for worker_id, phase in enumerate(phases) if phase in _PENDING]
+    named = []
+    for worker_id in awaited[:_MAX_NAMED]:
+        where = processes[worker_id].where if worker_id in processes else ""
+        named.append(f"worker {worker_id}{where}, {_PENDING[phases[worker_id]]}")
+    if len(awaited) > _MAX_NAMED:
+        named.append(f"{len(awaited) - _MAX_NAMED} more")
+    return (
+        f"{len(phases) - len(awaited)} of {len(phases)} workers are ready after {elapsed_s:.0f} s; "
+        f"waiting up to {limit_s:g} s in all for {'; '.join(named)}"
+    )

@@ -17,7 +17,6 @@ import torch.distributed
 from distcollect.errors import ArgumentError
 from distcollect.net.interfaces import listen
 from distcollect.transport.worker_service import WeightSource
-from distcollect.version import TESTED
 from distcollect.weights.process_groups import GroupBackend, GroupMember, Groups, backend_named
 from distcollect.weights.updaters import (
     TransportUpdater,
@@ -278,16 +277,12 @@ def default_updater(backend: str) -> WeightUpdaterBase:
     """The updater for ``backend``, see :class:`~distcollect.WeightSync`.
 
     Raises:
-        ArgumentError: NCCL or Gloo is wanted, and this process can't use it.
+        ArgumentError: this process can't use it.
     """
-    lacks = "sees no GPU" if dist.is_nccl_available() else "has a torch without NCCL"
-    if backend == "nccl" and not (dist.is_nccl_available() and torch.cuda.device_count()):
-        raise ArgumentError(
-            f"WeightSync(backend='nccl'): trainer and workers need a GPU each, but this process "
-            f"{lacks}; use backend='auto'"
-        )
-    if backend == "gloo" and (reason := backend_named("gloo").refusal(())):
-        raise ArgumentError(
-            f"WeightSync(backend='gloo'): {reason}; use backend='auto', or torch {TESTED['torch']}"
-        )
-    return AutoUpdater() if backend == "auto" else BroadcastUpdater(backend)
+    if backend == "auto":
+        return AutoUpdater()
+    wanted = backend_named(backend)
+    lacks_gpu = wanted.on_gpu and not torch.cuda.device_count()
+    if reason := wanted.refusal([""] if lacks_gpu else ()):
+        raise ArgumentError(f"WeightSync(backend={backend!r}): {reason}; use backend='auto'")
+    return BroadcastUpdater(backend)

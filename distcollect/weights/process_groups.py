@@ -26,6 +26,7 @@ from distcollect.common.forks import keep_for_ever
 from distcollect.common.threads import BeforeExit, run_aside
 from distcollect.errors import ArgumentError
 from distcollect.net.interfaces import interface_of
+from distcollect.version import TESTED
 
 # Torch declares no types for its stores and process groups.
 dist: Any = torch.distributed
@@ -116,7 +117,7 @@ class GlooBackend(GroupBackend):
             kind = dist.ProcessGroupGloo
             _ = kind.create_device, kind._Options._devices, kind._Options._timeout  # noqa: SLF001
         except AttributeError as error:
-            return f"torch {torch.__version__} lacks {error.name}"
+            return f"torch {torch.__version__} lacks {error.name}, torch {TESTED['torch']} has it"
         return ""
 
     def make(self, store: Any, member: GroupMember, address: str) -> Any:

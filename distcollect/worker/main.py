@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import multiprocessing
 import os
@@ -19,7 +20,7 @@ from distcollect.common.open_files import flush_output
 from distcollect.common.shared_memory import sample_for
 from distcollect.common.step_counter import StepCounter
 from distcollect.common.worker_guard import name_process
-from distcollect.errors import LaunchError, is_server, slot_name
+from distcollect.errors import is_server, slot_name
 from distcollect.net.client import ControlConnection, join
 from distcollect.net.messages import (
     Exit,
@@ -32,7 +33,7 @@ from distcollect.net.messages import (
     WorkerWelcome,
 )
 from distcollect.transport.start import start_server
-from distcollect.worker.peer_listener import Listen, PeerListener
+from distcollect.worker.peer_listener import PeerListener
 from distcollect.worker.service import Worker
 
 log = logging.getLogger(__name__)
@@ -45,35 +46,29 @@ _JOIN_TIMEOUT_S = 60.0
 
 def main(boot: WorkerBoot) -> None:
     """Run a worker process until its trainer ends it or is gone."""
-    if boot.authkey:
-        # Proxies of a multiprocessing.Manager, for example, prove with it that they may connect.
-        multiprocessing.current_process().authkey = bytes.fromhex(boot.authkey)
+    # Proxies of a multiprocessing.Manager, for example, prove with it that they may connect.
+    multiprocessing.current_process().authkey = bytes.fromhex(boot.authkey)
     _name_worker_in_logs(boot.name)
     name_process("dc-" + slot_name(boot.worker_id).replace(" ", "-"))
     counter = StepCounter.inherited(boot.counters_fd)
     errors.worker_pid = os.getpid()
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    if not faulthandler.is_enabled():
+        faulthandler.enable(all_threads=False)  # shows the line where a native library crashed
     # As libgomp reads it: "4,2" has a number for each level of nesting, and it ignores "auto".
     threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     if not threads.isdecimal() or not int(threads):
         torch.set_num_threads(boot.num_threads)
     connection = _join(boot)
     welcome = connection.welcome
-    if not isinstance(welcome, WorkerWelcome):
-        raise LaunchError(f"the trainer answered a worker by {welcome}")
+    assert isinstance(welcome, WorkerWelcome), welcome
     for_others = partial(PeerListener, connection, boot.trainer.token)
-    worker = Worker(
-        boot.worker_id,
-        incarnation=boot.incarnation,
-        peer=welcome.peer,
-        address=connection.local_address,
-        counts=counter,
-        first_traj_id=boot.settings.first_traj_id,
-        host_cores=boot.host_cores,
-        token=boot.trainer.token,
-        listen=for_others,
-    )
-    endpoint = _serve(worker, welcome, connection, for_others)
+    address = connection.local_address
+    worker = Worker(boot, peer=welcome.peer, address=address, counter=counter, listen=for_others)
+    server = start_server(welcome.transport, worker, connection, address)
+    endpoint = server.endpoint  # where the trainer reaches this process, if it connects
+    if welcome.hands_over:
+        endpoint = for_others(partial(start_server, welcome.transport, worker)).endpoint
 
     may_exit = threading.Event()
 
@@ -116,19 +111,12 @@ def _join(boot: WorkerBoot) -> ControlConnection:
         )
         return connection
     connection = ControlConnection(trainer.host, 0, _JOIN_TIMEOUT_S, fd=boot.control_fd)
-    connection.join(hello, trainer.token, _JOIN_TIMEOUT_S)
+    try:
+        connection.join(hello, trainer.token, _JOIN_TIMEOUT_S)
+    except ConnectionError:
+        # Its trainer has ended, as by Ctrl-C, or says itself that a worker doesn't join.
+        raise SystemExit(1) from None
     return connection
-
-
-def _serve(
-    worker: Worker, welcome: WorkerWelcome, connection: ControlConnection, for_others: Listen
-) -> str:
-    """Answer the calls of trainers; return where they reach this process, if they connect."""
-    name, address = welcome.transport, connection.local_address
-    server = start_server(name, worker, connection, address)
-    if welcome.hands_over:
-        return for_others(partial(start_server, name, worker)).endpoint
-    return server.endpoint
 
 
 def _name_worker_in_logs(name: str) -> None:

@@ -55,6 +55,7 @@ from distcollect.inference.link import Link
 from distcollect.inference.protocol import Serving
 from distcollect.inference.server import InferenceServer
 from distcollect.inference.trial import forward_s
+from distcollect.net.messages import WorkerBoot
 from distcollect.policy.calling import moved
 from distcollect.policy.live_weights import LiveWeights
 from distcollect.policy.noise import wrappers_of
@@ -125,38 +126,30 @@ class Worker(WorkerService):
 
     def __init__(
         self,
-        worker_id: int,
+        boot: WorkerBoot,
         *,
-        incarnation: int,
         peer: int,
         address: str,
-        counts: StepCounter | None = None,
-        first_traj_id: int = 0,
-        host_cores: tuple[int, ...] = (),
-        token: str = "",
+        counter: StepCounter | None = None,
         listen: Listen | None = None,
     ) -> None:
         """Wait to be configured.
 
         Args:
-            worker_id: the slot that this process is in.
-            incarnation: the number of this process in the slot, counted from 0.
+            boot: what the process was started with.
             peer: its id on the wire.
             address: this host's, on the interface by which the trainer reaches it.
-            counts: what frames are counted in; None: a counter that no other process sees.
-            first_traj_id: the trajectory ids of this life of the run begin here.
-            host_cores: those that workers may keep busy on this host; empty if unknown.
-            token: of the run.
+            counter: what frames are counted in; None: a counter that no other process sees.
             listen: makes a listener for other processes of the run; None: they can't connect.
         """
-        self.worker_id = worker_id
-        self._origin = worker_id, incarnation
+        self.worker_id = boot.worker_id
+        self._origin = boot.worker_id, boot.incarnation
         self._peer = peer
         self._address = address
-        self.counter = counts or StepCounter()
-        self._first_traj_id = first_traj_id
-        self._host_cores = host_cores
-        self._token = token
+        self.counter = counter or StepCounter()
+        self._first_traj_id = boot.settings.first_traj_id
+        self._host_cores = boot.host_cores
+        self._token = boot.trainer.token
         self._listen = listen
         self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._plan: list[bytes | mmap.mmap] = []  # its parts
@@ -273,14 +266,12 @@ class Worker(WorkerService):
 
     @property
     def _configured(self) -> _Parts:
-        if not isinstance(self._parts, _Parts):
-            raise WorkerError("called before it was configured")
+        assert isinstance(self._parts, _Parts), "called before it was configured"
         return self._parts
 
     @property
     def _receiver(self) -> WeightReceiver:
-        if self._parts is None:
-            raise WorkerError("called before it was configured")
+        assert self._parts is not None, "called before it was configured"
         return self._parts.receiver
 
     # The calls that wait for the thread that steps the envs.
@@ -347,7 +338,7 @@ class Worker(WorkerService):
             moved(module, plan.device)
         weights = LiveWeights(published(plan.policy, plan.models), plan.exclude)
         own: Any = {"worker_id": self.worker_id, "num_cores": len(self._host_cores)}
-        server = InferenceServer(serving, plan.policy, weights, self.counter, **own)
+        server = InferenceServer(serving, plan.policy, weights, self.counter, self._jobs, **own)
         receiver = WeightReceiver(weights, self._address, lambda *_: server.ring())
         self._parts = _ServerParts(receiver, server)
         self._jobs.put(partial(self._serve, server))
@@ -358,7 +349,7 @@ class Worker(WorkerService):
 
     def _serve(self, server: InferenceServer) -> None:
         try:
-            server.serve(self._jobs)
+            server.serve()
         except BaseException:
             # Its workers wait for another server then.
             log.exception("the inference server failed")

@@ -24,6 +24,7 @@ from torch import nn
 
 import distcollect as dc
 from benchmarks.items import Values
+from benchmarks.workloads import SleepingEnv
 
 _HOST, _REMOTE, _JOIN_S = 2, (1, 2), 60.0
 _FEWEST = 6  # pushes by each
@@ -59,9 +60,13 @@ def run_pushes(seconds: float, *, num_bytes: int) -> Values:
 
 
 def run_link(seconds: float, *, delay_ms: float) -> Values:
-    """Return the frames/s of the other host, and their ratio to RPC's, over a slow link."""
+    """Return the frames/s of the other host, and their ratio to RPC's, over a slow link.
+
+    The envs sleep: both hosts have the cores of this machine, where a worker that is served sooner
+    takes them from the others.
+    """
     found: dict[str, list[float]] = {way: [] for way in _WAYS}
-    with _collectors(None, frames_per_batch=256, envs_per_worker=4) as (hosts, collectors):
+    with _collectors(None, create_env_fn=SleepingEnv, frames_per_batch=8) as (hosts, collectors):
         hosts.do(_HOST, "slow", "--delay-ms", str(delay_ms))
         for _ in range(1 + _FEWEST):
             for way, collector in collectors.items():
@@ -93,13 +98,12 @@ def _collectors(
         for port, (way, (transport, security)) in enumerate(_WAYS.items(), start=29600):
             collector = collectors[way] = stack.enter_context(
                 dc.RPCDataCollector(
-                    "CartPole-v1",
-                    policy,
+                    policy=policy,
                     num_workers=1,
                     listen=f"{hosts.address}:{port}",
                     transport=transport,
                     security=security,
-                    **options,
+                    **{"create_env_fn": "CartPole-v1", **options},
                 )
             )
             for _ in _REMOTE:

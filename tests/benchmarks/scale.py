@@ -170,10 +170,10 @@ class SimulatedRun:
     def collect(self, num_batches: int) -> None:
         """Get batches as a collector does."""
         for _ in range(num_batches):
-            delivery = self.pool.get(_LIMIT_S)
-            counts = [[VersionFrames(0, 0, _NUM_STEPS, is_masked=False)]] * len(delivery.rollouts)
-            self.pool.delivered(delivery, counts)
-            del delivery
+            batch = self.pool.get(_LIMIT_S)
+            counts = [VersionFrames(0, 0, 0, _NUM_STEPS, is_masked=False)] * len(batch)
+            self.pool.delivered(batch, counts)
+            del batch
 
     def close(self) -> None:
         self.pool.close()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from subprocess import run
 
 import pytest
 from helpers.marked import Marked
@@ -41,6 +43,33 @@ def test_its_cells_run(marked: Marked, tmp_path: Path, monkeypatch: pytest.Monke
     assert "20,000 of 20,000 frames (100%)" in shown[0]
     assert "Bound by" in shown[0]
     assert not marked.left()
+
+
+CELLS = """
+import signal
+from IPython.core.interactiveshell import InteractiveShell
+
+shell = InteractiveShell.instance()
+shell.run_cell('''
+import signal
+import distcollect as dc
+collector = dc.SyncDataCollector("CartPole-v1", None, frames_per_batch=4)
+checkpoint = dc.Checkpoint("training.pt", save_on_ctrl_c=True, progress={})
+''').raise_error()
+
+def press():
+    shell.events.unregister("post_execute", press)
+    signal.raise_signal(signal.SIGINT)
+
+shell.events.register("post_execute", press)
+ended = shell.run_cell("signal.raise_signal(signal.SIGINT); checkpoint.step()")
+assert isinstance(ended.error_in_exec, KeyboardInterrupt), ended
+shell.run_cell("collector.next(); checkpoint.step()").raise_error()
+"""
+
+
+def test_ctrl_c_pressed_again_does_not_end_the_next_cell(tmp_path: Path) -> None:
+    run([sys.executable, "-c", CELLS], cwd=tmp_path, timeout=120, check=True)
 
 
 def test_its_output_is_small_and_true() -> None:

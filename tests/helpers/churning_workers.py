@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
-from helpers.loopback_pool import ADDRESS, LoopbackWorkers
+from helpers.loopback_pool import LoopbackWorkers, new_worker
 
 import distcollect as dc
 from distcollect.collectors import with_workers
@@ -19,7 +19,6 @@ from distcollect.errors import WorkerLost
 from distcollect.results import WorkerState
 from distcollect.roster.interfaces import MembershipObserver
 from distcollect.transport.worker_service import WorkerService
-from distcollect.worker.service import Worker
 
 
 class ChurningWorkers(LoopbackWorkers):
@@ -91,7 +90,7 @@ class ChurningWorkers(LoopbackWorkers):
 
     def _join(self, worker_id: int, incarnation: int) -> None:
         peer = identity().new_peer()
-        worker = Worker(worker_id, incarnation=incarnation, peer=peer, address=ADDRESS)
+        worker = new_worker(worker_id, incarnation, peer=peer)
         thread = threading.Thread(target=worker.run, name=f"worker {worker_id}", daemon=True)
         self.transport.connect(peer, worker)
         thread.start()

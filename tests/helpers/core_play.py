@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, cast
 
 from distcollect.config import Staleness
 from distcollect.pool.event_loop import EventLoop
 from distcollect.pool.pool_core import PoolCore
-from distcollect.pool.worker_slots import BatchPlan, RolloutRequest, Wanted
+from distcollect.pool.staleness import SentVersions
+from distcollect.pool.worker_slots import BatchPlan, Wanted
 from distcollect.rollout.header import Header
 from distcollect.telemetry.recorder import StatsRecorder
 from distcollect.transport.protocol import Deliver, Transport
@@ -66,14 +66,13 @@ class Play:
         self.core = PoolCore(
             plan,
             staleness,
+            SentVersions(lambda w: self.has.get(w, 0)),
             cast("Transport", self),
-            self,
-            StatsRecorder(),
-            acknowledged=lambda w: self.has.get(w, 0),
+            failure_sink=self,
+            stats_recorder=StatsRecorder(),
             post=self.loop.post,
             clock=lambda: 1,
-            deliver=self.deliver,
-            wake_user=lambda: None,
+            wake_user=self.wake_user,
         )
         self.num_asked: dict[int, int] = {}
         self.asked: list[int] = []
@@ -103,8 +102,10 @@ class Play:
             self.called.append((peer // 10, method.__name__, *args))
         return answer
 
-    def deliver(self, wanted: Wanted, requests: Sequence[RolloutRequest]) -> None:
-        self.delivered.append([request.worker_id for request in requests])
+    def wake_user(self) -> None:
+        if self.core.batch is not None:
+            taken = self.core.take_batch() or ()
+            self.delivered.append([request.worker_id for request in taken])
 
     def drained(self, worker_id: int, incarnation: int) -> None:
         self.left.append((worker_id, incarnation))

@@ -14,14 +14,21 @@ from distcollect.collectors import with_workers
 from distcollect.common.peer_ids import identity
 from distcollect.config import Faults
 from distcollect.engine.pickled_plan import PickledPlan
+from distcollect.net.messages import TrainerAddress, WorkerBoot
 from distcollect.results import WorkerState
 from distcollect.roster.interfaces import MembershipObserver
-from distcollect.roster.worker_ends import WorkerEnds
+from distcollect.roster.status import WorkerEnds
 from distcollect.transport.worker_service import WorkerInfo, WorkerService
 from distcollect.worker.service import Worker
 
 ADDRESS = "127.0.0.1"
 SOON_S = 60
+
+
+def new_worker(worker_id: int = 0, incarnation: int = 0, *, peer: int = 1) -> Worker:
+    """A worker that no process was started for."""
+    boot = WorkerBoot(worker_id, incarnation, TrainerAddress(ADDRESS, 0, ""))
+    return Worker(boot, peer=peer, address=ADDRESS)
 
 
 class LoopbackWorkers:
@@ -42,7 +49,7 @@ class LoopbackWorkers:
         request = {}
         for worker_id in range(num_workers):
             peer = self.peers[worker_id] = identity().new_peer()
-            worker = Worker(worker_id, incarnation=0, peer=peer, address=ADDRESS)
+            worker = new_worker(worker_id, peer=peer)
             self.services[worker_id] = worker
             self.transport.connect(peer, worker)
             thread = threading.Thread(target=worker.run, name=f"worker {worker_id}", daemon=True)

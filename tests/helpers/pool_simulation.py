@@ -29,9 +29,9 @@ FLAT = torch.zeros(16, dtype=torch.uint8)
 
 def taken(pool: Pool, timeout_s: float) -> list[Rollout]:
     """The rollouts of the next batch, which the user has then."""
-    delivery = pool.get(timeout_s)
-    pool.delivered(delivery, [[]] * len(delivery.rollouts))
-    return delivery.rollouts
+    requests = pool.get(timeout_s)
+    pool.delivered(requests, ())
+    return [request.take_rollout() for request in requests]
 
 
 class RolloutRequest:
@@ -544,31 +544,27 @@ class Run:
         if self.rng.random() < self.hands:
             self.refer(timeout_s)
             return []
+        rollouts = taken(self.pool, timeout_s)
         if self.plan.sync:
-            rollouts = taken(self.pool, timeout_s)
             self.check_batch(rollouts)
-        else:
-            rollouts = taken(self.pool, timeout_s)
         for rollout in rollouts:
             self.check_rollout(rollout.header)
         return rollouts
 
     def refer(self, timeout_s: float) -> None:
         request = self.pool.hand_over(timeout_s, 60)
-        assert request.header is not None
-        offer = self.offers[origin(request.header)]
+        offer = self.offers[origin(request.known_header)]
         if request.tensors is not None:
             assert not offer.keeping
             self.counts["sent along"] += 1
-            self.check_rollout(request.header)
+            self.check_rollout(request.known_header)
         else:
             offer.referred = True
 
     def check_batch(self, rollouts: list[Rollout]) -> None:
-        headers = [rollout.header for rollout in rollouts]
-        assert len(headers) == self.plan.num_rollouts, self.about
-        scheduler = [(h.worker_id, h.incarnation, h.sequence) for h in headers]
-        assert scheduler == sorted(scheduler), self.about
+        keys = [origin(rollout.header) for rollout in rollouts]
+        assert len(keys) == self.plan.num_rollouts, self.about
+        assert keys == sorted(keys), self.about
 
     def check_rollout(self, header: Header, *, was_handed_over: bool = False) -> None:
         key = (header.worker_id, header.incarnation, header.sequence)

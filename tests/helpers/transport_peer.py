@@ -48,6 +48,12 @@ def rollout(num_steps: int) -> Tensors:
     ]
 
 
+@functools.lru_cache(maxsize=1)
+def in_one_tensor(num_bytes: int) -> Tensors:
+    """A rollout of so many bytes as workers send it: all leaves in one tensor, in old memory."""
+    return [torch.ones(num_bytes, dtype=torch.uint8)]
+
+
 def in_shared_memory(tensors: Tensors) -> tuple[SharedTensors, torch.Tensor]:
     """Copy tensors to memory that others can map; return what is sent, and the memory."""
     memory, segment = allocate(sum(tensor.nbytes + 8 for tensor in tensors))
@@ -136,10 +142,7 @@ class Service:
         if request.random:
             raise RuntimeError("no rollout today")
         steps = request.num_steps
-        # As workers send it: one tensor of so many bytes, with all leaves.
-        tensors = (
-            [torch.ones(request.frames, dtype=torch.uint8)] if request.frames else rollout(steps)
-        )
+        tensors = in_one_tensor(request.frames) if request.frames else rollout(steps)
         self.collected += 1
         num_bytes = sum(tensor.nbytes for tensor in tensors)
         header = Header(WORKER_ID, 0, self.collected, steps, steps, num_bytes, (3, 5))

@@ -15,10 +15,9 @@ def test_answers_that_come_at_once_do_not_nest() -> None:
     num_workers = 3000
     run = SimulatedRun(num_workers, sync=True, has_threads=False)
     for _ in range(2):
-        delivery = run.pool.get(60)
-        worker_ids = [rollout.header.worker_id for rollout in delivery.rollouts]
-        assert worker_ids == list(range(num_workers))
-        run.pool.delivered(delivery, [[]] * num_workers)
+        batch = run.pool.get(60)
+        assert [request.worker_id for request in batch] == [*range(num_workers)]
+        run.pool.delivered(batch, ())
     run.close()
 
 

@@ -11,13 +11,13 @@ import gymnasium as gym
 import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from helpers.interrupting import ALL_LINES, LineTracer
+from helpers.loopback_pool import new_worker
 
 from distcollect.common.threads import do_jobs
 from distcollect.engine.pickled_plan import TensorTable
 from distcollect.engine.plan import WorkerPlan
 from distcollect.rollout.header import Header
 from distcollect.transport.protocol import CollectRequest
-from distcollect.worker.service import Worker
 
 T = 6
 
@@ -34,7 +34,7 @@ class Rollouts:
     """A worker that collects on this thread."""
 
     def __init__(self, maker: Any) -> None:
-        self.worker = Worker(0, incarnation=0, peer=1, address="127.0.0.1")
+        self.worker = new_worker()
         for part in TensorTable([]).pickled(WorkerPlan(maker, 1)):
             self.worker.receive_part(part)
         self._done(self.worker.configure())

@@ -10,6 +10,7 @@ from typing import Any
 import cloudpickle
 import gymnasium as gym
 from helpers.engines import Told, offer
+from helpers.loopback_pool import new_worker
 from helpers.publishing import Collect, Telling, collect
 
 import distcollect as dc
@@ -17,7 +18,6 @@ from distcollect.common.threads import do_jobs
 from distcollect.engine.pickled_plan import TensorTable
 from distcollect.engine.plan import WorkerPlan
 from distcollect.transport.protocol import CollectRequest
-from distcollect.worker.service import Worker
 
 __all__ = ["collect"]
 
@@ -58,7 +58,7 @@ def cart_pole() -> gym.Env[Any, Any]:
 
 
 def test_a_rollout_has_the_version_that_was_asked_for_whatever_comes_before_it_begins() -> None:
-    worker = Worker(0, incarnation=0, peer=1, address="127.0.0.1")
+    worker = new_worker()
 
     def done(answer: Future[Any]) -> Any:
         worker._jobs.put(None)

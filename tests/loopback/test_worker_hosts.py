@@ -10,6 +10,7 @@ import pytest
 from distcollect.common import waiting
 from distcollect.common.process_exit import ProcessExit
 from distcollect.errors import FIRST_SERVER, CollectorStateError, DeadlineError, LaunchError
+from distcollect.launch.local_processes import ProcessReport
 from distcollect.launch.open_hosts import WantedHosts, open_hosts, set_launched
 from distcollect.launch.rendezvous import listen_address
 from distcollect.launch.worker_hosts import HostEvents, WorkerHosts
@@ -167,8 +168,8 @@ class Slots(HostEvents):
     def slot_given_up(self, worker_id: int, reason: str) -> None:
         self.told.append(f"{worker_id} {reason}")
 
-    def exited(self, worker_id: int, incarnation: int, process_exit: ProcessExit) -> None:
-        self.told.append(f"{worker_id}.{incarnation} ended")
+    def reported(self, report: ProcessReport) -> None:
+        self.told.append(f"{report.worker_id}.{report.incarnation} ended")
 
 
 def spawn(hosts: WorkerHosts, worker_id: int, incarnation: int) -> Spawn:

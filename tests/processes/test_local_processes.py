@@ -18,11 +18,10 @@ from helpers.marked import Marked
 from helpers.paths import SCRIPTS
 from helpers.waiting import eventually
 
-from distcollect.common.process_exit import ProcessExit
 from distcollect.launch import zygote
 from distcollect.launch.cpu_placement import CpuPlacement
-from distcollect.launch.local_processes import LocalProcesses, ProcessEvents
-from distcollect.net.messages import Spawn, TrainerAddress, WorkerSettings
+from distcollect.launch.local_processes import LocalProcesses, ProcessReport
+from distcollect.net.messages import Exited, Spawn, TrainerAddress, WorkerSettings
 
 SOON_S = 60
 HANG = "import time; time.sleep(1000)"
@@ -35,14 +34,15 @@ def start(processes: LocalProcesses, worker_id: int, port: int = 0, **env: str) 
     processes.spawn(wanted, TrainerAddress("127.0.0.1", port, ""), CpuPlacement(None, 1))
 
 
-class Exits(ProcessEvents):
+class Exits:
     """Records the exits that are reported."""
 
     def __init__(self) -> None:
         self._queue: queue.Queue[tuple[int, int]] = queue.Queue()
 
-    def exited(self, worker_id: int, incarnation: int, process_exit: ProcessExit) -> None:
-        self._queue.put((worker_id, process_exit.code))
+    def __call__(self, report: ProcessReport) -> None:
+        assert isinstance(report, Exited)
+        self._queue.put((report.worker_id, report.exit.code))
 
     def next(self, timeout_s: float = SOON_S) -> tuple[int, int]:
         return self._queue.get(timeout=timeout_s)

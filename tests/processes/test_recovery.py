@@ -261,7 +261,9 @@ def crashes(context: dc.EnvContext) -> Telling:
     return Crashing()
 
 
-def test_a_worker_that_crashes_again_and_again_is_given_up(marked: Marked) -> None:
+def test_a_worker_that_crashes_again_and_again_is_given_up(
+    marked: Marked, capfd: pytest.CaptureFixture[str]
+) -> None:
     checker = Checker()
     with collect_with(False, crashes, faults=dc.Faults(max_restarts=1)) as collector:
         until(
@@ -272,6 +274,8 @@ def test_a_worker_that_crashes_again_and_again_is_given_up(marked: Marked) -> No
         )
         checker.see(collector.next())
     balances(collector, checker)
+    line = crashes.__code__.co_firstlineno + 4
+    assert f'test_recovery.py", line {line} in step' in capfd.readouterr().err
     with collect_with(False, crashes, faults=dc.Faults(max_restarts=0, min_workers=2)) as collector:
         with pytest.raises(
             dc.WorkerLost, match=r"worker 1: .*SIGSEGV.*1 worker\(s\) left"

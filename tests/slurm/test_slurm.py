@@ -271,7 +271,10 @@ def test_cancel(cluster: SlurmCluster, capsys: pytest.CaptureFixture[str]) -> No
     resumed = cluster.new_folder()
     submit(resumed, "--slurm", "hold", "--resume", folder)
     assert (resumed / "checkpoint.pt").read_text() == "saved"
-    assert main(["cancel", str(resumed)]) == 0
+    other = cluster.new_folder()
+    submit(other, "--slurm", "hold")
+    assert main(["cancel", str(resumed), str(other)]) == 0
+    assert capsys.readouterr().out.count("cancelled: job(s)") == 2
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from distcollect.launch.cpu_placement import (
 )
 
 NODES = (tuple(range(8)), tuple(range(8, 16)))
-TWO_NODES = Host(cores=tuple(range(16)), nodes=NODES, online=16)
+TWO_NODES = Host(cores=tuple(range(16)), nodes=NODES)
 
 
 def places(host: Host, count: int, **kwargs: bool) -> list[CpuPlacement]:
@@ -35,20 +35,20 @@ def test_workers_are_kept_to_numa_nodes(count: int) -> None:
 def test_a_worker_between_two_nodes_is_free() -> None:
     cores = [place.cores for place in places(TWO_NODES, 3)]
     assert cores == [NODES[0], None, NODES[1]]
-    four = Host(cores=tuple(range(16)), nodes=tuple((i, i + 1) for i in range(0, 16, 2)), online=16)
+    four = Host(cores=tuple(range(16)), nodes=tuple((i, i + 1) for i in range(0, 16, 2)))
     assert [place.cores for place in places(four, 2)] == list(NODES)
 
 
 @pytest.mark.parametrize(
     ("host", "count"),
     [
-        (Host(cores=(0, 1), nodes=((0, 1),), online=2), 2),  # one node
-        (Host(cores=tuple(range(16)), online=16), 4),  # unknown nodes
+        (Host(cores=(0, 1), nodes=((0, 1),)), 2),  # one node
+        (Host(cores=tuple(range(16))), 4),  # unknown nodes
         (TWO_NODES, 1),  # one worker gets all
         (TWO_NODES, 17),  # more workers than cores
-        (Host(cores=tuple(range(4, 12)), nodes=NODES, online=16), 2),  # the user has chosen these
-        (Host(cores=tuple(range(16)), quota=6.0, nodes=NODES, online=16), 2),
-        (Host(cores=tuple(range(16)), quota=99.0, nodes=NODES, online=16), 1),
+        (Host(cores=tuple(range(4, 12)), nodes=NODES), 2),  # the user has chosen these
+        (Host(cores=tuple(range(16)), quota=6.0, nodes=NODES), 2),
+        (Host(cores=tuple(range(16)), quota=99.0, nodes=NODES), 1),
     ],
 )
 def test_left_alone(host: Host, count: int) -> None:
@@ -56,10 +56,10 @@ def test_left_alone(host: Host, count: int) -> None:
 
 
 def test_what_the_scheduler_set_aside() -> None:
-    mine = Host(cores=(4, 5, 6, 7), nodes=NODES, online=16)
+    mine = Host(cores=(4, 5, 6, 7), nodes=NODES)
     assert choose(mine, 3, 4, may_pin=True, cores=4) == CpuPlacement(None, 4)
     assert choose(TWO_NODES, 0, 2, may_pin=False, cores=3) == CpuPlacement(None, 3)
-    small = Host(cores=tuple(range(16)), quota=2.5, online=16)
+    small = Host(cores=tuple(range(16)), quota=2.5)
     assert choose(small, 0, 2, may_pin=True, cores=4) == CpuPlacement(None, 2)
 
 

@@ -11,6 +11,7 @@ import pytest
 from distcollect.common.process_exit import ProcessExit
 from distcollect.config import Faults
 from distcollect.errors import EnvError, WorkerLost
+from distcollect.net.messages import Exited
 from distcollect.pool.first_failures import FirstFailures
 from distcollect.pool.worker_slots import WorkerSlot
 from distcollect.roster.lifecycle import Lifecycle
@@ -60,9 +61,7 @@ def test_an_env_that_no_replacement_cures_ends_a_run_that_has_collected_nothing(
 
 def lifecycle_of_two(status: Status, post: Callable[[Callable[[], None]], None]) -> Lifecycle:
     hosts = Mock(**{"num_workers.return_value": 2})
-    return Lifecycle(
-        hosts, Mock(), Faults(), Mock(), status, num_first=2, post=post, end_launch=Mock()
-    )
+    return Lifecycle(hosts, Mock(), Faults(), Mock(), status, num_first=2, post=post)
 
 
 @pytest.mark.parametrize("ends_first", [True, False])
@@ -75,11 +74,11 @@ def test_what_a_scheduler_says_of_a_worker_that_it_gives_up_is_logged_once(
     status.enter(RunPhase.RUNNING)
     lifecycle.slot_closed(0)
     if ends_first:
-        lifecycle.exited(0, 0, ProcessExit(1, 0))
+        lifecycle.reported(Exited(0, 0, ProcessExit(1, 0)))
         lifecycle.check()
     lifecycle.slot_given_up(0, "its node is gone")
     if not ends_first:
-        lifecycle.exited(0, 0, ProcessExit(1, 0))
+        lifecycle.reported(Exited(0, 0, ProcessExit(1, 0)))
         lifecycle.check()
     first, *others = caplog.messages
     assert first.startswith("worker 0 is lost: its process ended")
@@ -97,7 +96,7 @@ def test_the_run_ends_also_if_the_worker_owes_other_answers() -> None:
     error = EnvError("worn out", worker_id=0)
     lifecycle.report(0, 0, error, is_final=True)
     lifecycle.report(0, 0, WorkerLost("peer 1 is gone"))
-    lifecycle.exited(0, 0, ProcessExit(1, 0))
+    lifecycle.reported(Exited(0, 0, ProcessExit(1, 0)))
     while posted:
         posted.popleft()()
     lifecycle.check()

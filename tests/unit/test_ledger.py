@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from distcollect.pool.ledger import Ledger
 from distcollect.results import Frames
+from distcollect.rollout.header import Header
 
 FRAMES = 10
 
 
-def announced(*sequences: int, stepped: int = 0, lost: dict[str, int] | None = None) -> Ledger:
+def ready(worker_id: int, incarnation: int, sequence: int, **more: Any) -> Header:
+    """What a worker says of a rollout that lies there."""
+    return Header(worker_id, incarnation, sequence, FRAMES, FRAMES, 0, (0, 0), **more)
+
+
+def announced(*sequences: int, stepped: int = 0) -> Ledger:
     """Register ready rollouts of worker 3's first process."""
     ledger = Ledger()
     for sequence in sequences:
-        so_far = (sequence + 1) * FRAMES
-        ledger.announce(3, 0, sequence, FRAMES, stepped=max(stepped, so_far), lost=lost or {})
+        so_far = max(stepped, (sequence + 1) * FRAMES)
+        ledger.announce(ready(3, 0, sequence, stepped=so_far))
     return ledger
 
 
 def test_env_faults_of_all_processes_of_a_worker() -> None:
     ledger = Ledger()
-    ledger.announce(3, 0, 0, FRAMES, stepped=FRAMES, lost={}, env_faults=2)
-    ledger.announce(3, 0, 1, FRAMES, stepped=2 * FRAMES, lost={}, env_faults=3)
+    ledger.announce(ready(3, 0, 0, stepped=FRAMES, env_faults=2))
+    ledger.announce(ready(3, 0, 1, stepped=2 * FRAMES, env_faults=3))
     ledger.env_failed(3, 0, 5)
     ledger.lose_waiting("shut_down")
     ledger.end(3, 0, "worker_lost", stepped=2 * FRAMES)
     ledger.env_failed(3, 0, 9)  # it is settled
-    ledger.announce(3, 1, 0, FRAMES, stepped=FRAMES, lost={}, env_faults=1)
+    ledger.announce(ready(3, 1, 0, stepped=FRAMES, env_faults=1))
     report = ledger.report()
     assert report.workers[3].env_faults == report.total.env_faults == 6
     assert str(report).splitlines()[0].endswith("env faults")
@@ -43,7 +51,7 @@ def test_rollouts_are_announced_in_their_order_and_once(sequence: int) -> None:
         ValueError,
         match=f"worker 3, incarnation 0: rollout {sequence} was announced, but 2 is next",
     ):
-        ledger.announce(3, 0, sequence, FRAMES, stepped=99, lost={"x": 1})
+        ledger.announce(ready(3, 0, sequence, stepped=99, lost=[("x", 1)]))
     assert ledger.report() == before
 
 
@@ -52,14 +60,14 @@ def test_rollouts_are_announced_in_their_order_and_once(sequence: int) -> None:
 def test_nothing_more_comes_of_a_process_that_has_ended(incarnation: int, *, waits: bool) -> None:
     """Also if an earlier process, or one of its own rollouts, is still open."""
     ledger = Ledger()
-    ledger.announce(3, incarnation, 0, FRAMES, stepped=15, lost={})
+    ledger.announce(ready(3, incarnation, 0, stepped=15))
     if not waits:
         ledger.deliver(3, incarnation, 0)
     ledger.end(3, incarnation, "worker_lost", stepped=17)
     before = ledger.report()
     for sequence in (0, 1):
         with pytest.raises(ValueError, match="none is next"):
-            ledger.announce(3, incarnation, sequence, FRAMES, stepped=99, lost={})
+            ledger.announce(ready(3, incarnation, sequence, stepped=99))
     ledger.end(3, incarnation, "left", stepped=99)
     ledger.end(3, incarnation, "left", stepped=None, at_most=5)
     assert ledger.report() == before
@@ -79,9 +87,9 @@ def test_only_of_a_host_that_vanished_it_is_not_known_exactly() -> None:
 def test_the_report_is_a_table() -> None:
     ledger = Ledger()
     for sequence in range(300):
-        ledger.announce(0, 0, sequence, FRAMES, stepped=(sequence + 1) * FRAMES, lost={})
+        ledger.announce(ready(0, 0, sequence, stepped=(sequence + 1) * FRAMES))
         ledger.deliver(0, 0, sequence)
-    ledger.announce(11, 0, 0, FRAMES, stepped=12, lost={"row_skew": 2})
+    ledger.announce(ready(11, 0, 0, stepped=12, lost=[("row_skew", 2)]))
     assert str(ledger.report()).splitlines() == [
         "worker  stepped  delivered  lost: row_skew  open",
         "     0    3,000      3,000               0     0",

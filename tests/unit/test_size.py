@@ -14,7 +14,7 @@ from helpers.paths import ROOT
 
 PACKAGE = ROOT / "distcollect"
 LONGEST_MODULE = 450
-LIMITS = {PACKAGE: 29_999, PACKAGE / "commands": 2_028, ROOT / "tests": 38_922}
+LIMITS = {PACKAGE: 29_572, PACKAGE / "commands": 2_028, ROOT / "tests": 38_950}
 LIMITS |= {PACKAGE / "net": 1_428, PACKAGE / "transport": 1_204}
 
 

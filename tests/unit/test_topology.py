@@ -245,6 +245,6 @@ def test_too_few_for_several_trainers() -> None:
 def test_main_may_remove_what_a_group_of_trainers_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     launch = Launch(Launcher.TORCHRUN, 1, 4, 1, 4, "run", ("node1", 1)).part(2)
-    with _trainer_variables(launch, 2):
+    with _trainer_variables(launch):
         del os.environ["RANK"]
     assert os.environ["RANK"] == "1"

@@ -104,7 +104,7 @@ def inspect_host(rank: int, address: str, transport: str) -> HostReport:
         knows_itself=own_address_of(platform.node()) is not None,
         variables={name: os.environ[name] for name in INTERFACE_VARIABLES if name in os.environ},
         max_files=open_files.highest_limit(),
-        num_cores=Host.inspect().num_cores,
+        num_cores=len(Host.inspect().usable),
         shm_bytes=shutil.disk_usage(SHM).free if os.path.ismount(SHM) else -1,
         free_bytes=read_free_bytes(),
         num_ports=read_num_ports(),

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from distcollect.envs.base import InfoKeys, Step
+from distcollect.envs.base import InfoKeys, Remaker, Step
 from distcollect.envs.info import first_of_each
 from distcollect.errors import EnvError
 from distcollect.integrations.envpool.batch import EnvPoolBatch
@@ -33,12 +33,7 @@ class AsyncPoolBatch(EnvPoolBatch):
     a result, of a step or of a reset. From then on the slots stand for these rows.
     """
 
-    def __init__(
-        self,
-        env: Any,
-        info_keys: InfoKeys | None = None,
-        maker: Callable[[], Any] | None = None,
-    ) -> None:
+    def __init__(self, env: Any, info_keys: InfoKeys | None, maker: Remaker) -> None:
         """Bring ``env`` into the form of an :class:`~distcollect.envs.base.EnvBatch`.
 
         Raises:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import reduce
 from importlib import metadata
 from operator import getitem
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from distcollect.envs.base import AnyVectorEnv, InfoKeys, Step
+from distcollect.envs.base import AnyVectorEnv, InfoKeys, Remaker, Step
 from distcollect.envs.coercion import write
 from distcollect.envs.vector import VectorBatch
 from distcollect.envs.vector_ids import VectorMaker
@@ -49,12 +49,7 @@ class EnvPoolBatch(VectorBatch):
     a step of simple envs, so its native functions are called directly.
     """
 
-    def __init__(
-        self,
-        env: AnyVectorEnv,
-        info_keys: InfoKeys | None = None,
-        maker: Callable[[], Any] | None = None,
-    ) -> None:
+    def __init__(self, env: AnyVectorEnv, info_keys: InfoKeys | None, maker: Remaker) -> None:
         """Bring ``env`` into the form of an :class:`~distcollect.envs.base.EnvBatch`.
 
         Raises:
@@ -125,10 +120,7 @@ class EnvPoolBatch(VectorBatch):
             self._raise_late_error()
             return self._step_pool(action)
         except Exception as error:
-            result = self._result
-            result.terminated.fill(False)
-            result.truncated.fill(False)
-            result.ended.clear()
+            self._forget_ends()
             self._add_fault(0, self._as_env_error(error, "step"), stepped=False)
             raise self._faulted() from error
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from distcollect.envs.base import Envs, InfoKeys
+from distcollect.envs.base import Envs, InfoKeys, Remaker
 from distcollect.envs.kinds import EnvKind
 from distcollect.envs.vector_ids import VectorMaker
 from distcollect.errors import ArgumentError
@@ -21,12 +21,7 @@ _FILTERING = threading.Lock()
 class EnvPoolKind(EnvKind):
     """Envs of EnvPool, which are vector envs."""
 
-    def batch(
-        self,
-        envs: list[Any],
-        info_keys: InfoKeys | None,
-        makers: list[Callable[[], Any] | None],
-    ) -> Envs:
+    def batch(self, envs: list[Any], info_keys: InfoKeys | None, makers: Sequence[Remaker]) -> Envs:
         kind = AsyncPoolBatch if envs[0].is_async else EnvPoolBatch
         return kind(envs[0], info_keys, makers[0])
 

@@ -12,8 +12,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from distcollect.common.forks import Owner
+from distcollect.common.refusing import refusing
 from distcollect.common.waiting import Reminder
-from distcollect.errors import ArgumentError, LaunchError
+from distcollect.errors import LaunchError
 from distcollect.integrations.ray import cluster as ray_cluster
 from distcollect.integrations.ray.actor import RayWorker
 from distcollect.integrations.ray.cluster import words
@@ -83,13 +84,10 @@ class RayPlacer:
         self._closed = threading.Event()
 
     def _check_options(self, ray: Any) -> None:
-        try:
+        problem = f"Ray refuses remote_configs={self._settings.worker_options!r}"
+        with refusing(problem, "use options of ray.remote", (TypeError, ValueError)):
             for options in self._settings.all_options:
                 ray.remote(RayWorker).options(**options)
-        except (TypeError, ValueError) as error:
-            raise ArgumentError(
-                f"Ray refuses remote_configs={self._settings.worker_options!r}: {error}"
-            ) from error
 
     def start(
         self,

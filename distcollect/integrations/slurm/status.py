@@ -40,16 +40,15 @@ _ADVICE = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument(
-        "run_folder",
-        metavar="RUN",
-        nargs="+",
-        type=Path,
-        help="the run folder that 'distcollect submit' printed; or several, as in runs/train-*",
-    )
-    parser.add_argument(
-        "--wait", action="store_true", help="show changes until the trainer has ended"
-    )
+    add_run_folders(parser)
+    about = "show changes until the trainer has ended"
+    parser.add_argument("--wait", action="store_true", help=about)
+
+
+def add_run_folders(parser: argparse.ArgumentParser) -> None:
+    """Declare the argument that names runs."""
+    about = "the run folder that 'distcollect submit' printed; or several, as in runs/train-*"
+    parser.add_argument("run_folder", metavar="RUN", nargs="+", type=Path, help=about)
 
 
 def run(given: argparse.Namespace) -> int:

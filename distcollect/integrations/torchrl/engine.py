@@ -17,7 +17,6 @@ from distcollect.common.clock import clock_ns
 from distcollect.common.step_counter import StepCounter
 from distcollect.engine.base import EngineBase, seed_global_generators
 from distcollect.engine.plan import WorkerPlan
-from distcollect.engine.trajectories import Trajectories
 from distcollect.envs.base import Fault
 from distcollect.errors import ArgumentError, EnvError
 from distcollect.integrations.torchrl.envs import TorchRLEnvs
@@ -40,10 +39,8 @@ class TensorDictEngine(EngineBase):
         self,
         envs: TorchRLEnvs,
         plan: WorkerPlan,
-        *,
         traj_ids: Iterator[int],
-        shared: bool = False,
-        counter: StepCounter | None = None,
+        counter: StepCounter | None,
     ) -> None:
         """Reset the envs, and call the policy once with a copy of what that gave.
 
@@ -51,7 +48,6 @@ class TensorDictEngine(EngineBase):
             envs: the envs.
             plan: the policy, which was made, and how to step.
             traj_ids: the ids of new trajectories.
-            shared: of no meaning, as the policy is called as it is.
             counter: counts the frames; None: a new one.
 
         Raises:
@@ -69,14 +65,13 @@ class TensorDictEngine(EngineBase):
             env_device=plan.env_device,
             adds_transforms=plan.adds_transforms,
         )
-        super().__init__(envs, plan, counter)
+        super().__init__(envs, plan, traj_ids, counter)
         if plan.clip_actions:
             raise ArgumentError(
                 "clip_actions does not work with TorchRL envs: use the transform ActionScaling, or "
                 "let the policy clip its actions"
             )
         self._policy = policy
-        self._trajectories = Trajectories(envs.num_envs, traj_ids)
         self._collector = TensorDict()
         self._frames: list[TensorDictBase] = []  # not written to the slab yet
         self._given: set[Key] = set()  # the entries that frames had so far
@@ -95,7 +90,7 @@ class TensorDictEngine(EngineBase):
         seed_global_generators(policy_seeds[0])
 
     def use_traj_ids(self, traj_ids: Iterator[int]) -> None:
-        self._trajectories.use_ids(traj_ids)
+        super().use_traj_ids(traj_ids)
         self._show_ids(self._td)
 
     def _abandon(self) -> None:
@@ -207,29 +202,30 @@ class TensorDictEngine(EngineBase):
 
     def _reset(self) -> None:
         begin = clock_ns()
-        td = self._after_reset(may_rebuild=True)
+        td = self._after_reset()
         self.step_timer.was_reset(begin, clock_ns())
         self._reset_due = False
         self._trajectories.begin(range(self.envs.num_envs))
         self._td = self._started(td)
 
-    def _after_reset(self, *, may_rebuild: bool) -> TensorDictBase:
-        """What a reset of all envs gives; ``may_rebuild``: replace an env that raises."""
-        try:
-            return self.envs.reset()
-        except EnvError as error:
-            if not may_rebuild:
-                raise
-            return self._rebuilt(error)
+    def _after_reset(
+        self, error: EnvError | None = None, *, may_rebuild: bool = True
+    ) -> TensorDictBase:
+        """What a reset of all envs gives.
 
-    def _rebuilt(self, error: EnvError) -> TensorDictBase:
-        """Replace the env that raised; what a reset of all envs gives then."""
+        Args:
+            error: of the env to replace before; None: none has raised.
+            may_rebuild: replace an env that raises now.
+        """
         while True:
-            fault = Fault(tuple(range(self.envs.num_envs)), error, stepped=False)
-            self.recovery.rebuild(fault)
+            if error is not None:
+                rows = tuple(range(self.envs.num_envs))
+                self.recovery.rebuild(Fault(rows, error, stepped=False))
             try:
                 return self.envs.reset()
             except EnvError as another:
+                if not may_rebuild:
+                    raise
                 error = another
 
     def _recover(self, slab: FrameSlab, step: int, error: EnvError) -> int:
@@ -239,7 +235,7 @@ class TensorDictEngine(EngineBase):
         """
         self.counter.add(self.envs.num_stepped)
         self.counter.lose("env_failed", self.envs.num_stepped)
-        td = self._rebuilt(error)
+        td = self._after_reset(error)
         if self._frames:
             rows = np.flatnonzero(~slab.ended[:, step - 1]).tolist()
             slab.ended[rows, step - 1] = True

@@ -21,7 +21,7 @@ from torchrl.envs import (
     VecGymEnvTransform,
 )
 
-from distcollect.envs.base import Envs, EnvState, InfoKeys, called, describe
+from distcollect.envs.base import Envs, EnvState, InfoKeys, Remaker, called, describe
 from distcollect.envs.kinds import EnvKind
 from distcollect.errors import ArgumentError, EnvError, SpaceError, users_errors
 from distcollect.integrations.torchrl.parallel import TorchRLEnv, base_of, let_processes_run
@@ -44,16 +44,12 @@ class TorchRLEnvs(Envs):
     num_stepped = 0
     engine = "engine of torchrl"
 
-    def __init__(
-        self,
-        envs: Sequence[TorchRLEnv],
-        makers: Sequence[Callable[[], TorchRLEnv] | None],
-    ) -> None:
+    def __init__(self, envs: Sequence[TorchRLEnv], makers: Sequence[Remaker]) -> None:
         """Take over the envs.
 
         Args:
             envs: one env, or several with an empty batch size.
-            makers: for each env what makes it again, None where nothing does.
+            makers: for each env what makes it again.
 
         Raises:
             ArgumentError: an env gives no final observations.
@@ -255,12 +251,7 @@ class TorchRLKind(EnvKind):
     def num_rows(self, env: TorchRLEnv) -> int | None:
         return env.batch_size.numel() if env.batch_size else None
 
-    def batch(
-        self,
-        envs: list[Any],
-        info_keys: InfoKeys | None,
-        makers: list[Callable[[], Any] | None],
-    ) -> Envs:
+    def batch(self, envs: list[Any], info_keys: InfoKeys | None, makers: Sequence[Remaker]) -> Envs:
         if info_keys:
             raise ArgumentError(
                 "info_keys: a TorchRL env adds such entries itself, see its set_info_dict_reader"

@@ -7,11 +7,11 @@ import sys
 import time
 
 from distcollect.launch.cpu_placement import CpuPlacement
-from distcollect.launch.local_processes import LocalProcesses, ProcessEvents
+from distcollect.launch.local_processes import LocalProcesses
 from distcollect.net.messages import Spawn, TrainerAddress, WorkerSettings
 
 folder, *todo = sys.argv[1:]
-processes = LocalProcesses(ProcessEvents())
+processes = LocalProcesses(lambda _: None)
 for worker_id in (0, 1):
     wanted = Spawn(worker_id, 0, WorkerSettings(), {"PYTHONPATH": folder})
     processes.spawn(wanted, TrainerAddress("127.0.0.1", 0, ""), CpuPlacement(None, 1))
