@@ -54,8 +54,9 @@ def check_env_id(env_id: str) -> None:
         return
     module, colon, name = env_id.rpartition(":")
     if colon:
-        problem = f"no env {env_id!r}: the module {module!r} can't be imported here"
-        with refusing(problem, "correct the part before the colon of 'module:id'", Exception):
+        problem = f"no env {env_id!r}: importing the module {module!r} failed"
+        remedy = "the part before the colon of 'module:id' must be a module that can be imported"
+        with refusing(problem, remedy, Exception):
             importlib.import_module(module)
     remedy = "if a module has to be imported to register the env, write 'module:id'"
     with refusing(f"no env {env_id!r}", remedy, gym.error.Error):
