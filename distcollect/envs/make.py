@@ -72,6 +72,14 @@ def make_by_id(env_id: str) -> Any:
     return gym.make(env_id) if vector is None else vector()
 
 
+def first_env_maker(maker: Any) -> Callable[[], Any]:
+    """Return what makes, without arguments, the first env of an id or of a callable."""
+    if isinstance(maker, str):
+        return partial(make_by_id, maker)
+    context = EnvContext(worker_id=0, env_index=0, incarnation=0, seed=None)
+    return partial(maker, context=context) if _takes_context(maker) else maker
+
+
 def make_envs(
     create_env: Maker | Sequence[Maker],
     num_envs: int,
