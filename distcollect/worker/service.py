@@ -56,6 +56,7 @@ from distcollect.inference.protocol import Serving
 from distcollect.inference.server import InferenceServer
 from distcollect.inference.trial import forward_s
 from distcollect.net.messages import WorkerBoot
+from distcollect.policy.base import Woken
 from distcollect.policy.calling import moved
 from distcollect.policy.live_weights import LiveWeights
 from distcollect.policy.noise import wrappers_of
@@ -416,7 +417,7 @@ class Worker(WorkerService):
         try:
             with self.counter.doing(Task.EVALUATE, request.timeout_s):
                 return evaluator.evaluate(request, engine.weights)
-        except Stopped:
+        except (Stopped, Woken):
             raise WorkerLost("was told to end") from None
         finally:
             engine.step_timer.restart_wait()

@@ -116,8 +116,9 @@ class TensorDictEngine(EngineBase):
             td.del_("collector")
             return td
 
-        def record(step: int, result: tuple[TensorDictBase, TensorDictBase]) -> int:
+        def record(step: int, result: tuple[TensorDictBase, TensorDictBase]) -> None:
             frame, start = result
+            self.counter.add(envs.num_envs)
             self._frames.append(frame)
             self._td = start
             if clears_device and start.device is not None:
@@ -128,7 +129,6 @@ class TensorDictEngine(EngineBase):
             if is_over if is_over.numel() == 1 else is_over.any():
                 self._end_trajectories(slab, step, following)
             start.set("collector", self._collector)
-            return envs.num_envs
 
         return self.make_steps(
             slab,
