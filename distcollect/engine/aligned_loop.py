@@ -159,8 +159,7 @@ class AlignedLoop:
             slab.faulted[faulted.cut_short, step] = True
             ended = {*rows}.intersection(result.ended)
             recovery.episodes_ended(ended.difference(faulted.cut_short))
-            for fault in faulted.faults:
-                recovery.rebuild(fault)
+            recovery.rebuild_all(faulted.faults)
             rows = faulted.not_stepped
             if not rows:
                 break

@@ -111,7 +111,7 @@ class RemotePolicy(Policy):
     def seed(self, seeds: Sequence[int]) -> None:
         self._rng = PerEnvRng(seeds)
         if self.state is not None:
-            self.state.streams = self._rng
+            self.state.draw_from(self._rng)
         self._random.seed(seeds)
 
     def __call__(self, rows: Sequence[int] | None = None) -> PolicyOutput:

@@ -143,12 +143,12 @@ class Worker(WorkerService):
             counter: what frames are counted in; None: a counter that no other process sees.
             listen: makes a listener for other processes of the run; None: they can't connect.
         """
-        self.worker_id = boot.worker_id
-        self._origin = boot.worker_id, boot.incarnation
+        self.worker_id = boot.wanted.worker_id
+        self._origin = self.worker_id, boot.wanted.incarnation
         self._peer = peer
         self._address = address
         self.counter = counter or StepCounter()
-        self._first_traj_id = boot.settings.first_traj_id
+        self._first_traj_id = boot.wanted.settings.first_traj_id
         self._host_cores = boot.host_cores
         self._token = boot.trainer.token
         self._listen = listen

@@ -15,7 +15,7 @@ from distcollect.collectors import with_workers
 from distcollect.common.peer_ids import identity
 from distcollect.config import Faults
 from distcollect.engine.pickled_plan import PickledPlan
-from distcollect.net.messages import TrainerAddress, WorkerBoot
+from distcollect.net.messages import Spawn, TrainerAddress, WorkerBoot, WorkerSettings
 from distcollect.results import WorkerState
 from distcollect.roster.interfaces import MembershipObserver
 from distcollect.roster.status import WorkerEnds
@@ -28,8 +28,8 @@ SOON_S = 60
 
 def new_worker(worker_id: int = 0, incarnation: int = 0, *, peer: int = 1) -> Worker:
     """A worker that no process was started for."""
-    boot = WorkerBoot(worker_id, incarnation, TrainerAddress(ADDRESS, 0, ""))
-    return Worker(boot, peer=peer, address=ADDRESS)
+    wanted = Spawn(worker_id, incarnation, WorkerSettings(), {})
+    return Worker(WorkerBoot(wanted, TrainerAddress(ADDRESS, 0, "")), peer=peer, address=ADDRESS)
 
 
 class LoopbackWorkers:

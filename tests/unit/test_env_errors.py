@@ -108,7 +108,7 @@ def test_good_env_ids(env_id: str) -> None:
 @pytest.mark.parametrize(
     ("env_id", "match"),
     [
-        ("CartPoel-v1", r"Did you mean: `CartPole`\? If a module"),
+        ("CartPoel-v1", r"Did you mean: `CartPole`\?.*if a module"),
         ("CartPole-v9", "`v1`"),
         ("ALE2/Pong-v5", "module:id"),
         ("no_such_module:X-v0", "no_such_module"),

@@ -57,7 +57,7 @@ class Collected:
     def __init__(self, env: Any, policy: Any = choose, **kwargs: Any) -> None:
         self.batches: list[TensorDict] = []
         self.engine: Any = build_engine(
-            WorkerPlan(env, N, policy=policy, **kwargs), traj_ids=count(), shared=True
+            WorkerPlan(env, N, policy=policy, shares_policy=True, **kwargs), traj_ids=count()
         )
 
     def collect(self, steps: int, **kwargs: Any) -> TensorDict:

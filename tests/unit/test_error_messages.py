@@ -48,7 +48,7 @@ COMMANDS: list[tuple[str, str]] = [
     (f"{COLLECT} --frames ten", "--frames: .*'ten'"),
     (f"{COLLECT} --frames 0", "--frames: '0': must be a whole number, at least 1"),
     (f"{COLLECT} --env CartPoel-v1", "CartPoel.*CartPole.*module:id"),
-    (f"{COLLECT} --env raises_on_import:Env-v0", "importing .* raised OSError: no licence"),
+    (f"{COLLECT} --env raises_on_import:Env-v0", "importing .* failed \\(OSError: no licence\\)"),
     (f"{COLLECT} --env collections:OrderedDict", "makes a OrderedDict: name a Gymnasium env"),
     (f"{COLLECT} --env Lacking-v0", "--env Lacking-v0 .*no_such_simulator.*install"),
     (f"{COLLECT} --out five.py", "--out five.py .*File exists.*: name another"),

@@ -57,14 +57,7 @@ class TensorDictEngine(EngineBase):
         """
         if plan.max_frames_per_traj is not None:
             envs.limit_frames(plan.max_frames_per_traj)
-        policy = TensorDictPolicy(
-            plan.policy,
-            envs,
-            exploration=plan.exploration,
-            device=plan.device,
-            env_device=plan.env_device,
-            adds_transforms=plan.adds_transforms,
-        )
+        policy = TensorDictPolicy(plan, envs)
         super().__init__(envs, plan, traj_ids, counter)
         if plan.clip_actions:
             raise ArgumentError(
