@@ -7,6 +7,7 @@ import logging
 import select
 import socket
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
@@ -64,6 +65,7 @@ class Link:
         self._bell.setblocking(False)
         self._ringer.setblocking(False)
         self._is_stopped = False
+        self._connections: weakref.WeakSet[Connection] = weakref.WeakSet()
 
     def ring(self) -> None:
         """Have a wait that may be interrupted, the present or the next one, raise Woken."""
@@ -81,7 +83,9 @@ class Link:
         self.weights.version = max(self.weights.version, version)
 
     def close(self) -> None:
-        """Wait for nothing more."""
+        """Ask for nothing more."""
+        for connection in self._connections:
+            connection.close()
         self._bell.close()
         self._ringer.close()
 
@@ -98,7 +102,9 @@ class Link:
             if self._is_remote:
                 kind, pause_s = RemoteConnection, _REMOTE_RETRY_S
             with contextlib.suppress(ServerGone):
-                return kind(self, caller, deadline)
+                connection = kind(self, caller, deadline)
+                self._connections.add(connection)
+                return connection
             # Another thread is told where the next server is.
             self.wait(None, min(deadline, time.monotonic() + pause_s), may_wake=False)
             if time.monotonic() >= deadline:

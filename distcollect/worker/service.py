@@ -177,6 +177,8 @@ class Worker(WorkerService):
                 part.close()
             except EnvError as error:  # nobody waits for it any more
                 log.warning("%s\n%s", error, users_traceback(error))
+        if self._link is not None:
+            self._link.close()
 
     def stop(self) -> None:
         """End :meth:`run` as soon as the current step is done; unanswered calls fail."""

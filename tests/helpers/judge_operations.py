@@ -383,6 +383,8 @@ class Account:
 
     def _check_following(self, where: str, last: Seen | None, now: Seen, env: TellingEnv) -> None:
         """Check what goes on from the last frame of an env that was delivered."""
+        if last is not None and self.stream and now.number < last.number:
+            last = None  # what was fetched in advance may be handed over after a later one
         if last is not None:
             key = self.stream, env.uid
             is_new = key not in self._to_begin or now.place[0] > last.place[0]

@@ -344,8 +344,8 @@ class Operations(RuleBasedStateMachine):
             self.push(how, None if self.is_local else names, wait=wait)
 
     def named(self, chosen: set[int]) -> list[int] | None:
-        """The workers to push to; None: all."""
-        return sorted(chosen) or None
+        """The workers to push to; None: all. Those that are to leave may be gone by then."""
+        return sorted(chosen - self.leaving) or None
 
     @property
     def quiet(self) -> Any:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import pytest
 import torch
 from helpers.judge_settings import drawn
 from helpers.judge_user import MAY_WARN, RECORDS, Operations
@@ -17,8 +16,7 @@ from hypothesis.stateful import rule
 
 import distcollect as dc
 
-# The connections of a worker end with its process, which here is everybody's.
-pytestmark = [MAY_WARN, pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")]
+pytestmark = MAY_WARN
 
 
 class ServedOperations(Operations):
@@ -34,6 +32,8 @@ class ServedOperations(Operations):
 
     def named(self, chosen: set[int]) -> list[int] | None:
         """Weights go to all workers of a server or to none."""
+        if self.leaving:
+            return None
         served = {*self.present} - self.reserved
         return sorted(chosen | served if chosen & served else chosen) or None
 

@@ -36,7 +36,6 @@ CASES = st.fixed_dictionaries(
         "resets": st.booleans(),
     }
 )
-pytestmark = pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")
 
 
 @dataclass(frozen=True)
