@@ -98,7 +98,7 @@ def test_groups_that_cannot_be(groups: Any, error: type[Exception], message: str
 def test_a_vector_env_of_them_is_refused() -> None:
     """It would lose the agents' rewards."""
     env = SyncVectorEnv([lambda: dc.PettingZooEnv(Lives())])
-    with pytest.raises(dc.ArgumentError, match="loses the rewards .* envs_per_worker"):
+    with pytest.raises(dc.ArgumentError, match=r"loses the rewards .* envs_per_worker"):
         dc.SyncDataCollector(lambda: env, frames_per_batch=4)
 
 
