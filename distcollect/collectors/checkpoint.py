@@ -237,9 +237,10 @@ class Checkpoint:
         for part in self._parts.values():
             if (publish := getattr(part, "update_policy_weights_", None)) is not None:
                 _publish(publish)
-        best, best_result = saved.get("best", (None, _NO_RESULT))
-        is_there = best == self._best and self.best_path.exists()
-        self._best_result = best_result if is_there else _NO_RESULT
+        # Of its own file, which is replaced after this one.
+        known = _read(self.best_path, mmap=True) if self._best and self.best_path.exists() else {}
+        best, best_result = known.get("best", (None, _NO_RESULT))
+        self._best_result = best_result if best == self._best else _NO_RESULT
         if "random" in saved and identity().trainer == 0:
             set_random_states(saved["random"])
         log.info("continuing from %s", path)

@@ -109,10 +109,7 @@ def make_envs(
         SpaceError: no batch can carry the space, or the envs' spaces differ.
         EnvError: a callable raised or returned something that is no env, or an env raised.
     """
-    vector = vector_maker(create_env, num_envs)
-    if vector is not None:
-        vector.check()
-    given: Any = create_env if vector is None else vector
+    given: Any = vector_maker(create_env, num_envs) or create_env
     is_list = isinstance(given, list | tuple)
     makers: list[Any] = list(given) if is_list else [given] * num_envs
     if len(makers) != num_envs:
@@ -200,6 +197,7 @@ def _call_maker(maker: Any, row: int, context: EnvContext) -> Any:
     elif callable(maker):
         name = f"{getattr(maker, '__qualname__', type(maker).__name__)}()"
         if isinstance(maker, VectorMaker):
+            maker.check()
             name = maker.env_id
         make = partial(maker, context=context) if _takes_context(maker) else maker
     else:
