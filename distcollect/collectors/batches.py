@@ -28,7 +28,12 @@ from distcollect.common.waiting import wait_for
 from distcollect.errors import ArgumentError, BatchTimeout, CollectorStateError, DeadlineError
 from distcollect.launch.cpu_placement import load
 from distcollect.policy.normalize import Statistics
-from distcollect.policy.weight_layout import WeightLayout, published, state_tensors
+from distcollect.policy.weight_layout import (
+    WeightLayout,
+    named_tensors,
+    published,
+    state_tensors,
+)
 from distcollect.pool.publisher import Weights, WorkerIds
 from distcollect.pool.remote_calls import EnvCall
 from distcollect.results import Evaluation, LagStats, LedgerReport, Stats
@@ -158,6 +163,7 @@ class Backend(ABC):
         self._gaps = Gaps(takes_masked=options.replay_buffer is None)
         self.rests: set[int] = set()
         self._stats_recorder = stats_recorder
+        self._given: Weights | None = None  # what was published last; None: the collector's own
         self._waiting: Batch | None = None  # that the replay buffer did not take
         self._adding: Batch | None = None  # the one that is added to the replay buffer now
         self._is_closed = self._is_searched = False
@@ -550,11 +556,19 @@ class Backend(ABC):
         with self._stats_recorder.publishing():
             version = self.policy_version
             self.unpublished = None  # the user knows what to call
+            if self._stats_recorder.best:
+                self._given = weights
             try:
                 return self._publish(weights, worker_ids, wait=wait)
             finally:
                 if self.publishing_outdates and self.policy_version != version:
                     self.drop("given_up")
+
+    def trained(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the weights that the user has, by name: the collector's own, and those given."""
+        for weights in (published(self.policy, self._options.published_models), self._given):
+            if weights is not None:
+                yield from named_tensors(self._completed(weights)).items()
 
     def _warn_if_nothing_to_publish(self) -> None:
         if self._is_searched or self.statistics is not None:

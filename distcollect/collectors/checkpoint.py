@@ -15,7 +15,7 @@ import shutil
 import socket
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -37,7 +37,6 @@ from distcollect.errors import (
     LaunchError,
 )
 from distcollect.launch.run_folder import RunFolder, obstacle
-from distcollect.policy.weight_layout import published, state_tensors
 
 log = logging.getLogger(__name__)
 
@@ -238,9 +237,10 @@ class Checkpoint:
         for part in self._parts.values():
             if (publish := getattr(part, "update_policy_weights_", None)) is not None:
                 _publish(publish)
-        best, best_result = saved.get("best", (None, _NO_RESULT))
-        is_there = best == self._best and self.best_path.exists()
-        self._best_result = best_result if is_there else _NO_RESULT
+        # Of its own file, which is replaced after this one.
+        known = _read(self.best_path, mmap=True) if self._best and self.best_path.exists() else {}
+        best, best_result = known.get("best", (None, _NO_RESULT))
+        self._best_result = best_result if best == self._best else _NO_RESULT
         if "random" in saved and identity().trainer == 0:
             set_random_states(saved["random"])
         log.info("continuing from %s", path)
@@ -312,14 +312,20 @@ class Checkpoint:
     def _with(self, weights: Mapping[str, torch.Tensor], states: Mapping[str, Any]) -> Any:
         """``states`` with these weights, wherever they have the policy's."""
         assert self._judged is not None
-        options = self._judged._options  # noqa: SLF001 - of this package
-        own = state_tensors(published(self._judged.policy, options.published_models))
+        trained = [*self._judged._backend.trained()]  # noqa: SLF001 - of this package
         saved = {tensor.data_ptr() for tensor in _tensors(states)}
-        if saved.isdisjoint(tensor.data_ptr() for tensor in own.values()):
-            # The user trains another module than the collector's own, or has the only one.
-            fits = (s for s in states.values() if isinstance(s, dict) and s.keys() >= {*weights})
-            own = next(fits, {})
-        places = {own[name].data_ptr(): value for name, value in weights.items() if name in own}
+        if saved.isdisjoint(tensor.data_ptr() for _, tensor in trained):
+            # Copies of the trained weights were given.
+            fits = [*_of_these_names(states, [*weights])]
+            trained = fits[0] if len(fits) == 1 else []
+            if not trained:
+                log.warning(
+                    "%s has the present weights, not those that were evaluated: which of the parts "
+                    "has the policy's is not known. Give update_policy_weights_() the module that "
+                    "you train, not copies of its weights",
+                    self.best_path,
+                )
+        places = {each.data_ptr(): weights[name] for name, each in trained if name in weights}
 
         def swapped(value: Any) -> Any:
             if isinstance(value, dict):
@@ -459,6 +465,17 @@ def _tensors(state: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(value)
     elif isinstance(state, torch.Tensor):
         yield state
+
+
+def _of_these_names(
+    states: Mapping[str, Any], names: Sequence[str]
+) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """What has these names within a module, of each module and part of one that has them."""
+    for state in (each for each in states.values() if isinstance(each, dict)):
+        found = (str(key).removesuffix(names[0]) for key in state if str(key).endswith(names[0]))
+        for start in found:
+            if start[-1:] in ("", ".") and state.keys() >= {start + name for name in names}:
+                yield [(name, state[start + name]) for name in names]
 
 
 def _read(path: Path, *, mmap: bool = False) -> dict[str, Any]:

@@ -44,7 +44,7 @@ from distcollect.commands.named import (
     tried_env,
 )
 from distcollect.common.tables import text_table
-from distcollect.envs.make import make_by_id
+from distcollect.envs.make import first_env_maker
 from distcollect.errors import ArgumentError, LaunchError
 from distcollect.policy.base import Policy
 from distcollect.policy.random import RandomPolicy
@@ -147,7 +147,7 @@ def _env_maker(given: str) -> Maker:
             "one, or what makes one"
         )
     env.close()
-    return partial(make_by_id, maker) if isinstance(maker, str) else maker
+    return first_env_maker(maker)
 
 
 def measure(

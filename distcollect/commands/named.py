@@ -21,7 +21,7 @@ from torch import nn
 from distcollect.commands.argtypes import declare
 from distcollect.common.refusing import refusing
 from distcollect.engine.pickled_plan import take_state
-from distcollect.envs.make import check_env_id, make_by_id
+from distcollect.envs.make import check_env_id, first_env_maker
 from distcollect.errors import ArgumentError
 from distcollect.policy.weight_layout import module_of
 
@@ -55,7 +55,7 @@ def tried_env(given: str, maker: Any) -> Any:
     """
     remedy = "install what it needs, or name another"
     with refusing(f"--env {given} can't be made here", remedy, Exception):
-        env = make_by_id(maker) if isinstance(maker, str) else maker()
+        env = first_env_maker(maker)()
     if not hasattr(env, "close"):
         raise ArgumentError(
             f"--env {given} makes a {type(env).__name__}: name a Gymnasium env, or what makes one"

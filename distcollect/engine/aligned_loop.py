@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
 from gymnasium.spaces import Box
 
+from distcollect.common.step_counter import STEPPED
 from distcollect.engine.base import EngineBase
 from distcollect.engine.trajectories import Trajectories
 from distcollect.envs.base import EnvBatch, Faulted, Step
 from distcollect.errors import ArgumentError
-from distcollect.policy.base import Policy
+from distcollect.policy.base import Policy, Renewed
 from distcollect.rollout.slab import Slab
 from distcollect.rollout.spaces import Arrays, Key
 
@@ -110,23 +112,25 @@ class AlignedLoop:
             recover=lambda step, faulted: self._recover(slab, step, policy, faulted),
         )
 
-    def recorder(self, slab: Slab) -> Callable[[int, Step], int]:
-        """A function that writes the result of a step to a slab; it returns how many frames."""
+    def recorder(self, slab: Slab) -> Callable[[int, Step], None]:
+        """A function that writes the result of a step to a slab, and counts its frames."""
         envs, by_step, recovery = self.envs, slab.by_step, self.engine.recovery
         outcomes = [(by_step[key], array) for key, array in envs.outcomes.items()]
         rewards, num_rows = by_step["reward",], envs.num_ready
+        cells = self.engine.counter.cells
 
-        def record(step: int, result: Step) -> int:
+        def record(step: int, result: Step) -> None:
             reward, _, _, ended, real = result
             rewards[step] = reward
             for column, array in outcomes:
                 column[step] = array
+            # At once, as the policy may raise where an episode begins.
+            cells[STEPPED] += num_rows if real is None else int(np.count_nonzero(real))
             if real is None and not ended:
-                return num_rows
+                return
             if recovery.streaks:
                 recovery.episodes_ended(envs.rows[ended].tolist())
             self._end_episodes(slab, step, result)
-            return num_rows if real is None else int(np.count_nonzero(real))
 
         return record
 
@@ -155,8 +159,7 @@ class AlignedLoop:
             slab.faulted[faulted.cut_short, step] = True
             ended = {*rows}.intersection(result.ended)
             recovery.episodes_ended(ended.difference(faulted.cut_short))
-            for fault in faulted.faults:
-                recovery.rebuild(fault)
+            recovery.rebuild_all(faulted.faults)
             rows = faulted.not_stepped
             if not rows:
                 break
@@ -193,9 +196,12 @@ class AlignedLoop:
     ) -> Arrays:
         """Write the start of the frame of ``rows`` again; the actions of all rows."""
         layout = self.engine.layout
-        for key, column in slab.root.items():
-            column[rows, step] = self.current[key][rows]
-        chosen, written = policy(rows)
+        while True:
+            for key, column in slab.root.items():
+                column[rows, step] = self.current[key][rows]
+            with contextlib.suppress(Renewed):
+                chosen, written = policy(rows)
+                break
         slab.policy_version[rows, step] = self.engine.weights.version
         slab.policy_version[:, step + 1 :] = self.engine.weights.version  # a server's may be newer
         for leaf, value in zip(layout.action, chosen, strict=True):

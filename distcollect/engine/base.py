@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from distcollect.common.clock import clock_ns
-from distcollect.common.step_counter import NUM_TASKS, STEPPED, TASK, StepCounter, Task
+from distcollect.common.step_counter import NUM_TASKS, TASK, StepCounter, Task
 from distcollect.common.waiting import answer
 from distcollect.engine.env_recovery import EnvRecovery, taken_faults
 from distcollect.engine.interrupts import Interrupts, Stopped
@@ -268,7 +268,7 @@ class EngineBase(ABC):
         *,
         choose: Callable[[int], V],
         step_envs: Callable[[V], W],
-        record: Callable[[int, W], int],
+        record: Callable[[int, W], object],
         recover: Callable[[int, Any], int | None],
     ) -> int:
         """Make the steps of a rollout, or of a part of one.
@@ -278,14 +278,14 @@ class EngineBase(ABC):
             num_steps: how many.
             choose: writes the start of a step with this index, and returns its actions.
             step_envs: steps the envs with these actions.
-            record: writes what that returned; returns how many frames it was.
+            record: writes what that returned, and counts its frames.
             recover: replaces the envs that raised an EnvError in a step; returns which step is the
                 next one, None: this part ends here.
 
         Returns:
             How many steps were made: fewer than ``num_steps`` if the rollout, or this part, ends.
         """
-        interrupts, weights, cells = self.interrupts, self.weights, self.counter.cells
+        interrupts, weights = self.interrupts, self.weights
         timer, swaps = self.step_timer, self.options.swap_within_rollouts
         slab.policy_version.fill(weights.version)
         step, due, begin, middle = 0, timer.due, 0, 0
@@ -314,7 +314,7 @@ class EngineBase(ABC):
             if timed:
                 timer.timed(begin, middle, clock_ns(), timer.stride)
                 due = timer.due = step + timer.stride
-            cells[STEPPED] += record(step, result)
+            record(step, result)
             step += 1
         return step
 

@@ -86,7 +86,7 @@ class Engine(EngineBase):
         except Faulted as faulted:
             if not self.counter.stepped:  # so it is not known whether they work
                 raise faulted.faults[0].error from faulted.__cause__
-            self._rebuild(faulted)
+            self.recovery.rebuild_all(faulted.faults)
         check_actions(envs, self._policy.try_out())
         self.layout = _layout(envs, self._policy, normalizer)
         loop = AlignedLoop if envs.is_aligned else RaggedLoop
@@ -137,16 +137,12 @@ class Engine(EngineBase):
         try:
             self.envs.reset(self._seeds)
         except Faulted as faulted:
-            self._rebuild(faulted)
+            self.recovery.rebuild_all(faulted.faults)
         self.step_timer.was_reset(begin, clock_ns())
         self._seeds = None
         self._reset_due = False
         self.counter.lose("row_skew", self._loop.drop_waiting())
         self._loop.begin_all()
-
-    def _rebuild(self, faulted: Faulted) -> None:
-        for fault in faulted.faults:
-            self.recovery.rebuild(fault)
 
 
 def user_policy(plan: WorkerPlan, envs: EnvBatch, observation: Arrays) -> UserPolicy:

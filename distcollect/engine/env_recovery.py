@@ -83,6 +83,11 @@ class EnvRecovery:
             for env_rows in [each for each in self.streaks if row in each]:
                 del self.streaks[env_rows]
 
+    def rebuild_all(self, faults: Sequence[Fault]) -> None:
+        """Make new envs in place of all that raised in a call; see :meth:`rebuild`."""
+        for fault in faults:
+            self.rebuild(fault)
+
     def rebuild(self, fault: Fault) -> None:
         """Make a new env in place of the one that raised, and reset it.
 

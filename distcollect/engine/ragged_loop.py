@@ -137,8 +137,7 @@ class RaggedLoop(AlignedLoop):
         engine.counter.lose("row_skew", num_dropped)
         if faulted is None:
             return num_made == num_steps
-        for fault in faulted.faults:
-            engine.recovery.rebuild(fault)
+        engine.recovery.rebuild_all(faulted.faults)
         buffer.cut_short(self.trajectories)
         self.begin_all()
         return True

@@ -72,6 +72,14 @@ def make_by_id(env_id: str) -> Any:
     return gym.make(env_id) if vector is None else vector()
 
 
+def first_env_maker(maker: Any) -> Callable[[], Any]:
+    """Return what makes, without arguments, the first env of an id or of a callable."""
+    if isinstance(maker, str):
+        return partial(make_by_id, maker)
+    context = EnvContext(worker_id=0, env_index=0, incarnation=0, seed=None)
+    return partial(maker, context=context) if _takes_context(maker) else maker
+
+
 def make_envs(
     create_env: Maker | Sequence[Maker],
     num_envs: int,
@@ -101,10 +109,7 @@ def make_envs(
         SpaceError: no batch can carry the space, or the envs' spaces differ.
         EnvError: a callable raised or returned something that is no env, or an env raised.
     """
-    vector = vector_maker(create_env, num_envs)
-    if vector is not None:
-        vector.check()
-    given: Any = create_env if vector is None else vector
+    given: Any = vector_maker(create_env, num_envs) or create_env
     is_list = isinstance(given, list | tuple)
     makers: list[Any] = list(given) if is_list else [given] * num_envs
     if len(makers) != num_envs:
@@ -192,6 +197,7 @@ def _call_maker(maker: Any, row: int, context: EnvContext) -> Any:
     elif callable(maker):
         name = f"{getattr(maker, '__qualname__', type(maker).__name__)}()"
         if isinstance(maker, VectorMaker):
+            maker.check()
             name = maker.env_id
         make = partial(maker, context=context) if _takes_context(maker) else maker
     else:

@@ -123,62 +123,46 @@ class SingleEnvBatch(EnvBatch):
         remaining: Iterator[Any] = enumerate(zip(self._steps, actions, strict=False))
         if rows is not None:
             remaining = (each for each in remaining if each[0] in rows)
-        row = 0
-        while True:  # after a row that raised, continue with the next one
+        for row, (step, act) in remaining:
             try:
-                for row, (step, act) in remaining:
-                    value, reward, term, trunc, info = step(act)
-                    if cells is None:
-                        self._put(row, value)
-                    else:
-                        try:
-                            cells[row][:] = value
-                        except (TypeError, ValueError):
-                            self._put(row, value)
-                            cells = self._cells
+                value, reward, term, trunc, info = step(act)
+                if cells is None:
+                    self._put(row, value)
+                else:
                     try:
-                        reward_cells[row] = reward
-                    except (TypeError, ValueError, DeprecationWarning):  # NumPy 1.25 to 2.3 warns
-                        reward_cells[row] = _converted(number, reward, _A_REWARD)
-                    if entries:
-                        self._put_info(row, info, entries)
-                    if (term is not False and term is not _FALSE) or (
-                        trunc is not False and trunc is not _FALSE
-                    ):
-                        if term.__class__ is not bool:
-                            term = _converted(flag, term, _TERMINATED)
-                        if trunc.__class__ is not bool:
-                            trunc = _converted(flag, trunc, _TRUNCATED)
-                        if term or trunc:
-                            terminated[row], truncated[row] = term, trunc
-                            ended.append(row)
+                        cells[row][:] = value
+                    except (TypeError, ValueError):
+                        self._put(row, value)
+                        cells = self._cells
+                try:
+                    reward_cells[row] = reward
+                except (TypeError, ValueError, DeprecationWarning):  # NumPy 1.25 to 2.3 warns
+                    reward_cells[row] = _converted(number, reward, _A_REWARD)
+                if entries:
+                    self._put_info(row, info, entries)
+                if (term is not False and term is not _FALSE) or (
+                    trunc is not False and trunc is not _FALSE
+                ):
+                    if term.__class__ is not bool:
+                        term = _converted(flag, term, _TERMINATED)
+                    if trunc.__class__ is not bool:
+                        trunc = _converted(flag, trunc, _TRUNCATED)
+                    if term or trunc:
+                        terminated[row], truncated[row] = term, trunc
+                        ended.append(row)
             except users_errors() as err:
                 self._add_fault(row, self._as_env_error(err, "step", row), stepped=False)
-            else:
-                return result
+        return result
 
     def _reset_rows(self, rows: list[int]) -> None:
-        # As fast as stepping, as the episodes of an untrained policy are short.
-        cells = self._cells
-        remaining = iter(rows)
-        row = 0
-        while True:
+        for row in rows:
             try:
-                for row in remaining:
-                    value, info = self.members[row].reset()
-                    if cells is None:
-                        self._put(row, value)
-                    else:
-                        try:
-                            cells[row][:] = value
-                        except (TypeError, ValueError):
-                            self._put(row, value)
-                    if self._at_reset:
-                        self._put_info(row, info, self._at_reset)
+                value, info = self.members[row].reset()
+                self._put(row, value)
+                if self._at_reset:
+                    self._put_info(row, info, self._at_reset)
             except users_errors() as err:
                 self._add_fault(row, self._as_env_error(err, "reset", row), stepped=True)
-            else:
-                return
 
     def _reset_member(self, index: int, seeds: Sequence[int] | None) -> None:
         self._steps[index] = self._checked_step(index)

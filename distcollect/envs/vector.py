@@ -99,7 +99,7 @@ class VectorBatch(EnvBatch):
             first: Any = self._env.reset(seed=seed)
             check_result("reset", first)
             value, infos = first
-            self._put(value, slice(None))
+            self._put(value)
             self._put_infos(self.obs, infos, self._all_rows)
         if not self._forgets_resets:
             self.acting.fill(True)
@@ -117,9 +117,7 @@ class VectorBatch(EnvBatch):
         if self._num_steps == 1:
             check_result("step", returned)
         value, *scalars, infos = returned
-        for leaf, path in self._obs_paths:
-            part = self._part_at(value, leaf, path) if path else value
-            self._write(self.obs[leaf.key], part, leaf)
+        self._put(value)
         self._take_scalars(scalars)
         if self._has_fillers and not self.acting.all():
             result = self._result_with_fillers
@@ -173,11 +171,12 @@ class VectorBatch(EnvBatch):
         except users_errors() as error:
             self._add_fault(0, self._as_env_error(error, "reset"), stepped=True)
 
-    def _put(self, value: Any, rows: Any) -> None:
+    def _put(self, value: Any, rows: list[int] | None = None) -> None:
+        """Write the observations of ``rows``; None: of all."""
         for leaf, path in self._obs_paths:
             part = self._part_at(value, leaf, path)
             array = self.obs[leaf.key]
-            if isinstance(rows, slice) or np.shape(part) != array.shape:
+            if rows is None or np.shape(part) != array.shape:
                 self._write(array, part, leaf)
                 continue
             some = array[rows]  # a copy

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from distcollect.errors import PolicyError
 from distcollect.inference.link import Connection, Link, ServerGone
 from distcollect.inference.protocol import STREAM, Answer, Caller, Kind
-from distcollect.policy.base import Exploration, Policy, PolicyOutput
+from distcollect.policy.base import Exploration, Policy, PolicyOutput, Renewed
 from distcollect.policy.calling import Tensors
 from distcollect.policy.noise import Actions, noises_of
 from distcollect.policy.per_env_rng import PerEnvRng
@@ -89,8 +90,10 @@ class RemotePolicy(Policy):
             self.noises = ()
         self._rng: PerEnvRng | None = None
         self._connection: Connection | None = None
-        self._extras: tuple[Leaf, ...] = ()
+        self._extras: tuple[Leaf, ...] | None = None  # before the first answer
         self._num_actions = len(leaves_of(action_space, "action"))
+        # The oldest policy_version that an episode began with whose first action is to be chosen.
+        self._began_with: float = math.inf
         self._asked: dict[range, int] = {}  # to the request's number; 0: it is to be sent again
         connection = self._connected(self._deadline())
         if connection.served.state is not None:
@@ -103,19 +106,19 @@ class RemotePolicy(Policy):
 
     @property
     def extras(self) -> tuple[Leaf, ...]:
-        return self._extras
+        return self._extras or ()
 
     def seed(self, seeds: Sequence[int]) -> None:
         self._rng = PerEnvRng(seeds)
         if self.state is not None:
-            self.state.streams = self._rng
+            self.state.draw_from(self._rng)
         self._random.seed(seeds)
 
     def __call__(self, rows: Sequence[int] | None = None) -> PolicyOutput:
         everyone = range(self._num_rows)
         self.forget_requests()
         self.ask(everyone)
-        arrays = self.take(everyone, rows, may_wake=rows is None)
+        arrays = self.take(everyone, rows, may_wake=rows is None and not self._is_tried_out)
         num_actions, num_outputs = self._num_actions, self._num_actions + len(self.extras)
         actions: Actions = arrays[:num_actions]
         if self.noises:
@@ -124,7 +127,14 @@ class RemotePolicy(Policy):
                     actions = noise.change(actions, rows)
         if self.state is not None:
             self.state.advance(arrays[num_outputs:], rows)
+            if rows is None:
+                self._began_with = math.inf
         return actions, arrays[num_actions:num_outputs]
+
+    @property
+    def _is_tried_out(self) -> bool:
+        """True in the first call, which is no part of a rollout."""
+        return self._extras is None
 
     @property
     def can_halve(self) -> bool:
@@ -159,6 +169,7 @@ class RemotePolicy(Policy):
             DeadlineError: no server answered in time.
             PolicyError: the policy raised.
             Woken: see above, and at the end.
+            Renewed: episodes begin whose state is learned, and newer weights chose the actions.
         """
 
         def choose(connection: Connection) -> int:
@@ -169,8 +180,12 @@ class RemotePolicy(Policy):
 
         connection, answer = self._answered(choose, may_wake=may_wake)
         del self._asked[rows]
-        self.version = answer.version
         self.link.expect(answer.version)
+        if self.state is not None and self._began_with < answer.version and not self._is_tried_out:
+            self._began_with = math.inf
+            self.state.renew()
+            raise Renewed
+        self.version = answer.version
         self.on_answer(
             queue_ns=answer.queue_ns,
             forward_ns=answer.forward_ns,
@@ -233,6 +248,7 @@ class RemotePolicy(Policy):
         connection, answer = self._answered(begin)
         if self._rng is not None:
             self._rng.num_drawn = answer.drawn
+        self._began_with = min(self._began_with, answer.version)
         state = connection.served.state or ()
         return {leaf.key: torch.from_numpy(connection.inputs[leaf.key].copy()) for leaf in state}
 

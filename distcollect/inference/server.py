@@ -350,9 +350,9 @@ class InferenceServer:
             rng.num_drawn = request.drawn
         policy.draw_from(rng)
         with self._computing(client.group), policy.exploring():
-            policy.state.begin(range(client.num_rows))
-        for leaf in policy.state.entries:
-            client.inputs[leaf.key][:] = policy.state.arrays[leaf.key]
+            initial = policy.state.initial()
+        for key, value in initial.items():
+            client.inputs[key][:] = value
         drawn = -1 if rng is None else rng.num_drawn
         client.answer(request, Answer(request.number, self._weights.version, drawn))
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
+from gymnasium.envs.registration import EnvSpec
+from gymnasium.vector import VectorEnv
 from tensordict import TensorDict
 
 from distcollect.common.refusing import refusing
@@ -60,6 +62,12 @@ class MinariTarget:
             raise ArgumentError(
                 f"{option}: {self.folder} exists already; choose another name or number, or delete "
                 f"it: minari delete {self.dataset_id}"
+            )
+        if not isinstance(env, gym.Env | VectorEnv):  # a TorchRL env shows spaces, too
+            raise ArgumentError(
+                f"--minari {self.dataset_id}: a {type(env).__name__} is no Gymnasium env, and its "
+                "frames are not of Gymnasium's spaces: leave --minari out, or name an env of "
+                "Gymnasium (distcollect.PettingZooEnv makes one of PettingZoo's)"
             )
         for role in ("observation", "action"):
             paths = [path for path, _ in leaf_spaces(space_of(env, role))]
@@ -111,7 +119,7 @@ class MinariTarget:
                 dataset = minari.create_dataset_from_buffers(
                     self.dataset_id,
                     _buffers(frames, whole, spaces),
-                    env.spec,
+                    env.spec if isinstance(env.spec, EnvSpec) else None,  # EnvPool's is no such
                     observation_space=spaces["observation"],
                     action_space=spaces["action"],
                     algorithm_name=self.algorithm_name,

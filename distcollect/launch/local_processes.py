@@ -117,7 +117,7 @@ class _Running:
     """A process, and what its watchdog has seen of it.
 
     Attributes:
-        boot: what it was started with.
+        wanted: what the trainer wants.
         watch: whether it makes progress.
         asked_at: seconds of the monotonic clock from which on it is asked for its stack, once, if
             it is not ready.
@@ -127,7 +127,7 @@ class _Running:
 
     process: zygote.WorkerProcess
     counters: SharedStepCounter
-    boot: WorkerBoot
+    wanted: Spawn
     watch: ProgressWatch
     asked_at: float
     is_overdue: bool = False
@@ -201,10 +201,8 @@ class LocalProcesses:
                 contextlib.closing(SharedStepCounter()) as counters,
             ):
                 boot = WorkerBoot(
-                    worker_id=wanted.worker_id,
-                    incarnation=wanted.incarnation,
-                    trainer=trainer,
-                    settings=wanted.settings,
+                    wanted,
+                    trainer,
                     num_threads=placement.num_threads,
                     counters_fd=counters.fd,
                     control_fd=-1 if control is None else control.fileno(),
@@ -212,17 +210,17 @@ class LocalProcesses:
                     sys_path=self._inheritance.sys_path,
                     authkey=multiprocessing.current_process().authkey.hex(),
                 )
-                with worker_prints.output_streams(boot.name, self._readers) as streams:
-                    process = zygote.start(boot, self._inheritance, wanted.env, cores, streams)
+                with worker_prints.output_streams(wanted.name, self._readers) as streams:
+                    process = zygote.start(boot, self._inheritance, cores, streams)
         except OSError as error:
             process_exit = ProcessExit(-1, 0, f"it could not be started: {error}")
             self._report(Exited(wanted.worker_id, wanted.incarnation, process_exit))
             return
-        key, start_s = (boot.worker_id, boot.incarnation), boot.settings.start_timeout_s
+        key, start_s = (wanted.worker_id, wanted.incarnation), wanted.settings.start_timeout_s
         asked_at = time.monotonic() + start_s - min(_STARTING_S, start_s / 4)
-        watch = ProgressWatch(boot.settings.step_timeout_s)
+        watch = ProgressWatch(wanted.settings.step_timeout_s)
         with self._lock:
-            self._running[key] = _Running(process, counters, boot, watch, asked_at)
+            self._running[key] = _Running(process, counters, wanted, watch, asked_at)
             if self._watchdog is None:
                 self._watchdog = threading.Thread(
                     target=self._watch_all, name="distcollect-watchdog", daemon=True
@@ -255,11 +253,11 @@ class LocalProcesses:
             return not (self._are_leaving and is_server(process[0]))
 
         for running in self._still_running(grace_s, is_awaited):
-            if grace_s and is_awaited((running.boot.worker_id, 0)):
-                log.warning("%s did not end within %g s: killing it", running.boot.name, grace_s)
-            self.kill(running.boot.worker_id, running.boot.incarnation)
+            if grace_s and is_awaited((running.wanted.worker_id, 0)):
+                log.warning("%s did not end within %g s: killing it", running.wanted.name, grace_s)
+            self.kill(running.wanted.worker_id, running.wanted.incarnation)
         for running in self._still_running(_REAP_TIMEOUT_S):
-            log.warning("the guard of %s hangs, or the zygote: killing both", running.boot.name)
+            log.warning("the guard of %s hangs, or the zygote: killing both", running.wanted.name)
             running.process.kill()
         self._still_running(_REAP_TIMEOUT_S)
         deadline = time.monotonic() + _PRINTS_TIMEOUT_S
@@ -295,7 +293,7 @@ class LocalProcesses:
         while True:
             with self._lock:
                 all_running = list(self._running.values())
-            limits = [limit / 4 for r in all_running if (limit := r.boot.settings.step_timeout_s)]
+            limits = [limit / 4 for r in all_running if (limit := r.wanted.settings.step_timeout_s)]
             limits += [max(_STACK_S, r.asked_at - time.monotonic()) for r in all_running]
             limits += [_STACK_S for running in all_running if running.is_overdue]
             if self._closed.wait(min([_WATCHDOG_PERIOD_S, *limits])):
@@ -306,7 +304,7 @@ class LocalProcesses:
                     self._watch_progress(running, now)
                     self._watch_memory(running)
                 except Exception:  # the other processes, and later ones, need the watch
-                    log.exception("watching %s failed", running.boot.name)
+                    log.exception("watching %s failed", running.wanted.name)
 
     def _watch_progress(self, running: _Running, now: float) -> None:
         overdue = running.watch.overdue(running.counters.blocks(), now)
@@ -314,8 +312,8 @@ class LocalProcesses:
             return
         if overdue and running.is_overdue:  # by now it has written its stack, if it can
             running.reason = "; ".join(filter(None, (overdue, running.place())))
-            log.warning("%s: %s; killing it", running.boot.name, running.reason)
-            self.kill(running.boot.worker_id, running.boot.incarnation)
+            log.warning("%s: %s; killing it", running.wanted.name, running.reason)
+            self.kill(running.wanted.worker_id, running.wanted.incarnation)
         elif overdue:
             running.ask_for_stack()
         elif now >= running.asked_at:
@@ -325,13 +323,13 @@ class LocalProcesses:
         running.is_overdue = bool(overdue)
 
     def _watch_memory(self, running: _Running) -> None:
-        boot = running.boot
-        if boot.settings.max_bytes is None:
+        wanted = running.wanted
+        if wanted.settings.max_bytes is None:
             return
         pid = running.worker_pid
         num_bytes = 0 if pid is None else _resident_bytes(pid)
-        if num_bytes > boot.settings.max_bytes:
-            self._report(MemoryExceeded(boot.worker_id, boot.incarnation, num_bytes))
+        if num_bytes > wanted.settings.max_bytes:
+            self._report(MemoryExceeded(wanted.worker_id, wanted.incarnation, num_bytes))
 
 
 def _resident_bytes(pid: int) -> int:

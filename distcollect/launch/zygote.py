@@ -345,7 +345,6 @@ def warm_up(inheritance: Inheritance, user: object = None) -> None:
 def start(
     boot: WorkerBoot,
     inheritance: Inheritance,
-    added: Mapping[str, str],
     cores: Iterable[int],
     streams: Sequence[int],
 ) -> WorkerProcess:
@@ -354,14 +353,13 @@ def start(
     Args:
         boot: what it starts with.
         inheritance: what it gets of this process.
-        added: environment variables of this worker alone.
         cores: to run on.
         streams: descriptors for stdout and stderr.
 
     Raises:
         OSError: the system can't start it.
     """
-    usual = {**_DEFAULTS, **inheritance.environ}
+    usual, added = {**_DEFAULTS, **inheritance.environ}, boot.wanted.env
     # Libraries may read a variable that is another one here when they are loaded.
     as_new_python = _use() == _OFF or any(usual.get(name) != added[name] for name in added)
     start = (boot, {**inheritance.environ, **added}, inheritance.folder, cores)

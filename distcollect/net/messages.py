@@ -234,6 +234,11 @@ class Spawn(ProcessMessage):
     settings: WorkerSettings
     env: dict[str, str]
 
+    @property
+    def name(self) -> str:
+        """The worker's name in the log."""
+        return worker_name(self.worker_id, self.settings.collector)
+
 
 @dataclass(frozen=True)
 class Kill(ProcessMessage):
@@ -287,10 +292,8 @@ class WorkerBoot:
     """A worker's start, as it reads it from a file without a name, where no ``ps`` sees the token.
 
     Attributes:
-        worker_id: its slot.
-        incarnation: its number in this slot, counted from 0.
+        wanted: what the trainer wants.
         trainer: where to join.
-        settings: see :class:`WorkerSettings`.
         num_threads: for torch to use.
         counters_fd: descriptor of its :class:`~distcollect.common.step_counter.SharedStepCounter`.
         control_fd: descriptor of its connection with the trainer; -1: it has to connect.
@@ -300,21 +303,14 @@ class WorkerBoot:
             that it starts.
     """
 
-    worker_id: int
-    incarnation: int
+    wanted: Spawn
     trainer: TrainerAddress
-    settings: WorkerSettings = WorkerSettings()
     num_threads: int = 1
     counters_fd: int = -1
     control_fd: int = -1
     host_cores: tuple[int, ...] = ()
     sys_path: tuple[str, ...] = ()
     authkey: str = field(default="", repr=False)
-
-    @property
-    def name(self) -> str:
-        """Its name in the log."""
-        return worker_name(self.worker_id, self.settings.collector)
 
 
 def to_bytes(message: Message) -> bytes:

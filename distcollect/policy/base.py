@@ -164,6 +164,10 @@ class Woken(Exception):
     """
 
 
+class Renewed(Woken):
+    """Where an episode begins, the state is now that of newer weights: it is to be called again."""
+
+
 class Policy(ABC):
     """Chooses the actions of n envs at once.
 

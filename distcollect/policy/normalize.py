@@ -200,7 +200,7 @@ class Statistics:
                 samples = frames[leaf.key]
                 moments.add(samples.flatten(0, real.ndim - 1) if real.all() else samples[real])
             if self._settings.rewards:
-                returns = self._discounted(frames, [header.worker_id for header in headers])
+                returns = self._discounted(frames, headers)
                 self._returns.add(torch.from_numpy(returns)[real.flatten().cpu()])
             if not self.is_raw:
                 self._normalize(frames, real)
@@ -246,15 +246,14 @@ class Statistics:
         scale[0] = 0.0
         return _normalized(rewards, scale, self._settings.clip)
 
-    def _discounted(self, frames: TensorDict, worker_ids: Sequence[int]) -> np.ndarray:
+    def _discounted(self, frames: TensorDict, headers: Sequence[Header]) -> np.ndarray:
         """Return the discounted sum of rewards up to each frame of its trajectory.
 
         Returns:
             float64 ``[frames]``, in the order of ``frames``.
         """
-        ids = frames[TRAJ_IDS].numpy(force=True)
-        num_steps, gamma = ids.shape[-1], self._settings.gamma
-        ids = ids.reshape(-1, num_steps)
+        num_steps, gamma = headers[0].num_steps, self._settings.gamma
+        ids = frames[TRAJ_IDS].numpy(force=True).reshape(-1, num_steps)
         sums: np.ndarray = frames[_REWARD].double().numpy(force=True).reshape(ids.shape).copy()
         # After each pass a sum has twice as many terms: a row takes log(T) operations, not T.
         reach = 1
@@ -265,9 +264,9 @@ class Statistics:
         powers = gamma ** np.arange(1, num_steps + 1)
         num_first = (ids == ids[:, :1]).sum(1)
         last = np.maximum((ids >= 0).sum(1) - 1, 0)
-        rows = np.arange(len(ids)).reshape(len(worker_ids), -1).tolist()
-        for worker_id, own in zip(worker_ids, rows, strict=True):
-            unfinished = self._unfinished.setdefault(worker_id, {})
+        rows = np.arange(len(ids)).reshape(len(headers), -1).tolist()
+        for header, own in zip(headers, rows, strict=True):
+            unfinished = self._unfinished.setdefault(header.worker_id, {})
             for env, row in enumerate(own):
                 if ids[row, 0] < 0:
                     continue  # the rollout was preempted before the env had a frame

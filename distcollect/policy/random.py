@@ -44,7 +44,7 @@ class RandomPolicy(Policy):
 
     def __call__(self, rows: Sequence[int] | None = None) -> PolicyOutput:
         if self.state is not None:
-            self.state.advance((), rows)
+            self.state.skip(rows)
         columns = [np.zeros(shape, dtype) for shape, dtype in self._columns]
         # The generators of other rows do not advance.
         for row in self._rows if rows is None else rows:

@@ -34,12 +34,7 @@ class PolicyState:
         at_root: keys that the policy writes at the root, not under "next".
         arrays: ``[n, *shape]`` for each of ``leaves``. The arrays are rewritten, never replaced.
         carried: the same, and under ``IS_FIRST`` bool ``[n, 1]``: the next frame is the first.
-        drawing: makes the context in which the state at the start of episodes is computed.
-        streams: from which it is drawn; None: from torch's own generators.
     """
-
-    drawing: Callable[[], AbstractContextManager[Any]] = staticmethod(contextlib.nullcontext)
-    streams: SplitMixStreams | None = None
 
     def __init__(
         self,
@@ -66,37 +61,45 @@ class PolicyState:
         self.arrays: Arrays = {leaf.key: leaf.zeros(num_envs) for leaf in self.leaves}
         self._is_first = self.arrays[IS_INIT.key] if has_is_init else IS_INIT.zeros(num_envs)
         self.carried: Arrays = {**self.arrays, IS_FIRST: self._is_first}
-        self._drawn_before = 0  # numbers of the frame before, at the first begin() after it
+        self.draw_from(None)
         self.begin(range(num_envs))
+
+    def draw_from(
+        self,
+        streams: SplitMixStreams | None,
+        drawing: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> None:
+        """Draw the state at the start of episodes from these streams from now on.
+
+        Args:
+            streams: those that the policy draws from; None: torch's own generators.
+            drawing: makes the context in which that state is computed.
+        """
+        self._streams, self._drawing = streams, drawing
+        self._num_drawn = 0  # numbers that the last frame has drawn
 
     def begin(self, rows: Sequence[int]) -> None:
         """Set the state of ``rows`` to the start of an episode."""
         rows = list(rows)
         if not rows:
             return
-        if self.streams is not None and not self._is_first.any():
-            self._drawn_before = self.streams.num_drawn
+        if self._streams is not None:  # however often, and in which rows, episodes begin here
+            self._streams.num_drawn = self._num_drawn
         for key, initial in self.initial().items():
             self.arrays[key][rows] = initial[rows]
         self._is_first[rows] = True
 
     def initial(self) -> Arrays:
         """Compute the state at the start of an episode, ``[n, *shape]`` for each entry."""
-        with self.drawing():
+        with self._drawing():
             initial = self._initial()
         return {leaf.key: initial[leaf.key].numpy() for leaf in self.entries}
 
     def renew(self) -> None:
         """Begin again where no frame was made yet: the state may be learned, and weights new."""
         rows = self._is_first[:, 0].nonzero()[0].tolist()
-        if not self.entries or not rows:
-            return
-        if (streams := self.streams) is None:
+        if self.entries:
             self.begin(rows)
-        else:  # from the same random numbers
-            drawn, streams.num_drawn = streams.num_drawn, self._drawn_before
-            self.begin(rows)
-            streams.num_drawn = drawn
 
     def advance(self, new: Sequence[np.ndarray], rows: Sequence[int] | None = None) -> None:
         """Replace the state after an action was chosen.
@@ -109,6 +112,14 @@ class PolicyState:
         for leaf, value in zip(self.entries, new, strict=False):
             self.arrays[leaf.key][where] = value[where]
         self._is_first[where] = False
+        if self._streams is not None:
+            self._num_drawn = self._streams.num_drawn
+
+    def skip(self, rows: Sequence[int] | None) -> None:
+        """Random actions are taken in ``rows``, None: in all: the state stays as it is."""
+        if self._streams is not None:
+            self._streams.next_frame(rows)
+        self.advance((), rows)
 
 
 def state_of(

@@ -107,8 +107,7 @@ class UserPolicy(Policy):
         """Draw from these streams from now on; None: from torch's own generators."""
         self._rng = rng
         if self.state is not None:
-            self.state.streams = rng
-            self.state.drawing = contextlib.nullcontext if rng is None else rng.drawing
+            self.state.draw_from(rng, contextlib.nullcontext if rng is None else rng.drawing)
 
     @contextlib.contextmanager
     def exploring(self) -> Iterator[None]:

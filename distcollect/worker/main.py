@@ -48,8 +48,8 @@ def main(boot: WorkerBoot) -> None:
     """Run a worker process until its trainer ends it or is gone."""
     # Proxies of a multiprocessing.Manager, for example, prove with it that they may connect.
     multiprocessing.current_process().authkey = bytes.fromhex(boot.authkey)
-    _name_worker_in_logs(boot.name)
-    name_process("dc-" + slot_name(boot.worker_id).replace(" ", "-"))
+    _name_worker_in_logs(boot.wanted.name)
+    name_process("dc-" + slot_name(boot.wanted.worker_id).replace(" ", "-"))
     counter = StepCounter.inherited(boot.counters_fd)
     errors.worker_pid = os.getpid()
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
@@ -95,7 +95,7 @@ def main(boot: WorkerBoot) -> None:
         connection.send_soon(Leaving())  # as the handler may interrupt this thread in its sending
 
     # A server ends with its workers, which may need it to leave in order.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN if is_server(boot.worker_id) else leave)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if is_server(boot.wanted.worker_id) else leave)
     _run(worker)
     may_exit.wait()  # listen() ends the process at the latest when the trainer is gone
     flush_output()
@@ -103,11 +103,11 @@ def main(boot: WorkerBoot) -> None:
 
 
 def _join(boot: WorkerBoot) -> ControlConnection:
-    hello = WorkerHello(worker_id=boot.worker_id, incarnation=boot.incarnation)
-    trainer = boot.trainer
+    wanted, trainer = boot.wanted, boot.trainer
+    hello = WorkerHello(worker_id=wanted.worker_id, incarnation=wanted.incarnation)
     if boot.control_fd < 0:
         connection, _ = join(
-            lambda: trainer, hello, _JOIN_TIMEOUT_S, name=boot.name, give_up_if_refused=True
+            lambda: trainer, hello, _JOIN_TIMEOUT_S, name=wanted.name, give_up_if_refused=True
         )
         return connection
     connection = ControlConnection(trainer.host, 0, _JOIN_TIMEOUT_S, fd=boot.control_fd)

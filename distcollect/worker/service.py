@@ -56,6 +56,7 @@ from distcollect.inference.protocol import Serving
 from distcollect.inference.server import InferenceServer
 from distcollect.inference.trial import forward_s
 from distcollect.net.messages import WorkerBoot
+from distcollect.policy.base import Woken
 from distcollect.policy.calling import moved
 from distcollect.policy.live_weights import LiveWeights
 from distcollect.policy.noise import wrappers_of
@@ -142,12 +143,12 @@ class Worker(WorkerService):
             counter: what frames are counted in; None: a counter that no other process sees.
             listen: makes a listener for other processes of the run; None: they can't connect.
         """
-        self.worker_id = boot.worker_id
-        self._origin = boot.worker_id, boot.incarnation
+        self.worker_id = boot.wanted.worker_id
+        self._origin = self.worker_id, boot.wanted.incarnation
         self._peer = peer
         self._address = address
         self.counter = counter or StepCounter()
-        self._first_traj_id = boot.settings.first_traj_id
+        self._first_traj_id = boot.wanted.settings.first_traj_id
         self._host_cores = boot.host_cores
         self._token = boot.trainer.token
         self._listen = listen
@@ -416,7 +417,7 @@ class Worker(WorkerService):
         try:
             with self.counter.doing(Task.EVALUATE, request.timeout_s):
                 return evaluator.evaluate(request, engine.weights)
-        except Stopped:
+        except (Stopped, Woken):
             raise WorkerLost("was told to end") from None
         finally:
             engine.step_timer.restart_wait()

@@ -1,24 +1,26 @@
-"""Workers on threads of this process that die, leave and join while a collector uses them."""
+"""Workers on threads of this process that die, leave and join while a collector uses them.
+
+So does their inference server, if they have one.
+"""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
 from typing import Any
 from unittest.mock import patch
 
-from helpers.loopback_pool import LoopbackWorkers, new_worker
+from helpers.loopback_pool import SOON_S, LoopbackWorkers
 
 import distcollect as dc
 from distcollect.collectors import with_workers
-from distcollect.common.peer_ids import identity
 from distcollect.common.threads import SerialThread
 from distcollect.config import Faults
 from distcollect.engine.pickled_plan import PickledPlan
-from distcollect.errors import WorkerLost
+from distcollect.errors import FIRST_SERVER, WorkerLost, is_server
 from distcollect.results import WorkerState
 from distcollect.roster.interfaces import MembershipObserver
-from distcollect.transport.worker_service import WorkerService
+from distcollect.transport.worker_service import WorkerInfo, WorkerService
 
 
 class ChurningWorkers(LoopbackWorkers):
@@ -29,28 +31,52 @@ class ChurningWorkers(LoopbackWorkers):
         num_workers: int,
         faults: Faults,
         plan_for: Callable[[int], PickledPlan],
+        server_ranks: Collection[int] | None = None,
         **_: object,
     ) -> None:
-        self._plan_for = plan_for
+        self._has_server = server_ranks is not None
+        self._socket = ""  # of the inference server
         self._supervision = SerialThread("supervision")
         self.incarnations = dict.fromkeys(range(num_workers), 0)
         super().__init__(num_workers, faults, plan_for)
-        self._thread_of = dict(enumerate(self._threads))
+        self._thread_of = dict(zip(self.services, self._threads, strict=True))
+
+    def _begin_all(self, num_workers: int) -> dict[int, WorkerInfo]:
+        if not self._has_server:
+            return super()._begin_all(num_workers)
+        self.incarnations[FIRST_SERVER] = 0
+        server = self._begin(FIRST_SERVER).result(SOON_S)
+        self._socket = server.socket
+        return {**super()._begin_all(num_workers), FIRST_SERVER: server}
+
+    def _begin(self, worker_id: int, incarnation: int = 0) -> Future[WorkerInfo]:
+        configured = super()._begin(worker_id, incarnation)
+        self._name_server(worker_id)
+        return configured
+
+    def _name_server(self, worker_id: int) -> None:
+        if self._socket and not is_server(worker_id):
+            peer = self.peers[worker_id]
+            self.transport.call(peer, WorkerService.ask_server_at, self._socket).result(SOON_S)
 
     def attach(self, observer: MembershipObserver) -> None:
-        self._supervision.submit(super().attach, observer).result(60)
+        self._supervision.submit(super().attach, observer).result(SOON_S)
 
     def await_enough(self) -> None:
         """Who died is replaced, at most a moment later."""
 
     def settle(self) -> None:
         """Wait until all that was asked for before has happened."""
-        self._supervision.submit(lambda: None).result(60)
+        self._supervision.submit(lambda: None).result(SOON_S)
 
     def kill(self, worker_id: int, *, replaced: bool = True) -> None:
         """The worker dies soon."""
         incarnation = self.incarnations[worker_id]
         self._supervision.submit(self._lose, worker_id, incarnation, "worker_lost", replaced)
+
+    def kill_server(self) -> None:
+        """The inference server dies soon, and is replaced."""
+        self.kill(FIRST_SERVER)
 
     def leave(self, worker_id: int) -> None:
         """The worker is preempted soon: it delivers what it has, and leaves."""
@@ -78,32 +104,27 @@ class ChurningWorkers(LoopbackWorkers):
             return
         worker = self.services.pop(worker_id)
         self.transport.disconnect(self.peers.pop(worker_id))
-        self.num_present -= 1
+        self.num_present -= not is_server(worker_id)
         self.states[worker_id] = WorkerState.LOST
         self.observer.lose(worker_id, incarnation, replaced=replaced)
         worker.stop()
-        self._thread_of[worker_id].join(60)
+        self._thread_of[worker_id].join(SOON_S)
         self.observer.account(worker_id, incarnation, cause, worker.counter.stepped)
         if replaced:
             self.incarnations[worker_id] += 1
             self._join(worker_id, self.incarnations[worker_id])
 
     def _join(self, worker_id: int, incarnation: int) -> None:
-        peer = identity().new_peer()
-        worker = new_worker(worker_id, incarnation, peer=peer)
-        thread = threading.Thread(target=worker.run, name=f"worker {worker_id}", daemon=True)
-        self.transport.connect(peer, worker)
-        thread.start()
-        self._threads.append(thread)
-        self._thread_of[worker_id] = thread
-        for part in self._plan_for(worker_id):
-            self.transport.call(peer, WorkerService.receive_part, part).result(60)
-        probe = self.transport.call(peer, WorkerService.configure).result(60)
-        self.gpus[worker_id] = probe.gpu
-        self.services[worker_id], self.peers[worker_id] = worker, peer
-        self.num_present += 1
+        info = self._begin(worker_id, incarnation).result(SOON_S)
+        self._thread_of[worker_id] = self._threads[-1]
+        self.gpus[worker_id] = info.gpu
+        self.num_present += not is_server(worker_id)
         self.states[worker_id] = WorkerState.READY
-        self.observer.join(worker_id, incarnation, peer)
+        self.observer.join(worker_id, incarnation, self.peers[worker_id], info.server)
+        if info.socket:
+            self._socket = info.socket
+            for each in self.services:
+                self._name_server(each)
 
     def close(self) -> None:
         self.settle()

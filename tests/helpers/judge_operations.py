@@ -186,6 +186,17 @@ class Telling(nn.Module):
         return self.code.detach().expand(n, 1).clone(), extras
 
 
+class Forgetting(Telling):
+    """Has no memory."""
+
+    initial_state = None  # type: ignore[assignment]
+
+    def forward(self, value: torch.Tensor) -> Any:  # type: ignore[override]
+        action, extras = super().forward(value, torch.zeros(len(value), 1))
+        del extras["memory"]
+        return action, extras
+
+
 class Moments:
     """Mean and deviation of all that was added."""
 
@@ -221,17 +232,22 @@ class Account:
         world: what happened.
         max_frames: ``max_frames_per_traj``.
         normalizes: "raw" or "normalized"; None: nothing is.
+        recurs: the policy has a memory.
+        num_servers: how many inference servers there have been; 0: each worker has its policy.
         codes: the number of each version's weights.
         calls: what their buffer was published with.
         received: how many frames the present collector delivered, by worker_id.
         ended: the returns of its episodes that were delivered from their start to their end.
         is_exact: whether the statistics are those of ``values``.
-        ids: traj_id to the env and episode.
+        ids: traj_id to the stream, env and episode.
+        stream: "taken" of rollouts that were handed over; "" else. Neither goes on in the other.
     """
 
     world: World
     max_frames: int | None
     normalizes: str | None
+    recurs: bool = True
+    num_servers: int = 0
     codes: dict[int, float] = field(default_factory=dict)
     calls: dict[int, float] = field(default_factory=dict)
     received: Counter[int] = field(default_factory=Counter)
@@ -242,13 +258,15 @@ class Account:
     returns: Moments = field(default_factory=Moments)
     _discounted: dict[int, float] = field(default_factory=dict)  # by traj_id
     _delivered: set[tuple[int, int, int]] = field(default_factory=set)
-    ids: dict[int, tuple[int, int]] = field(default_factory=dict)
-    _seen: dict[int, Seen] = field(default_factory=dict)
-    _to_begin: set[int] = field(default_factory=set)
+    ids: dict[int, tuple[str, int, int]] = field(default_factory=dict)
+    stream: str = ""
+    _seen: dict[tuple[str, int], Seen] = field(default_factory=dict)
+    _falls: Counter[int] = field(default_factory=Counter)  # of the count of calls
+    _to_begin: set[tuple[str, int]] = field(default_factory=set)
 
     def begins(self) -> None:
-        """The next frame of each env is of a new episode."""
-        self._to_begin = {*self._seen}
+        """The next frame of each env is of a new episode, but in what was handed over before."""
+        self._to_begin = {(stream, uid) for stream, uid in self._seen if not stream}
 
     def freeze(self, version: int) -> None:
         """The statistics of now are those of a version."""
@@ -295,8 +313,10 @@ class Account:
         self._delivered.add((uid, *place))
         self.received[env.worker_id] += 1
         assert about["worker_id"] == env.worker_id, where
-        known = self.ids.setdefault(traj_id, (uid, episode))
-        assert known == (uid, episode), f"{where}: traj_id {traj_id} was that of {known}"
+        known = self.ids.setdefault(traj_id, (self.stream, uid, episode))
+        assert known == (self.stream, uid, episode), (
+            f"{where}: traj_id {traj_id} was that of {known}"
+        )
         # The transition.
         assert frame["next", "place"] == [uid, episode, num + 1], where
         assert not faulted or (env.is_broken and (episode, num + 1) not in env.steps), where
@@ -315,13 +335,15 @@ class Account:
             assert code == self.codes[version], f"{where}: not the weights of version {version}"
         if sync:
             assert version >= step.floor, f"{where}: version {version}, not {step.floor}"
-        [memory] = frame["memory"]
-        assert frame["next", "memory"] == [memory + 1], where
-        began = memory - num
-        assert num or began == code, f"{where}: begins with the memory of other weights"
+        began = 0.0
+        if self.recurs:
+            [memory] = frame["memory"]
+            assert frame["next", "memory"] == [memory + 1], where
+            began = memory - num
+            assert num or began == code, f"{where}: begins with the memory of other weights"
         now = Seen(place, step.number, traj_id, ends[2], version, calls, began)
-        self._check_following(where, self._seen.get(uid), now, env)
-        self._seen[uid] = now
+        self._check_following(where, self._seen.get((self.stream, uid)), now, env)
+        self._seen[self.stream, uid] = now
         if ends[2] and not faulted:
             self.ended.append(sum(env.steps[episode, each].action for each in range(num + 1)))
         frame["truth"] = step
@@ -329,9 +351,10 @@ class Account:
     def _check_following(self, where: str, last: Seen | None, now: Seen, env: TellingEnv) -> None:
         """Check what goes on from the last frame of an env that was delivered."""
         if last is not None:
-            is_new = env.uid not in self._to_begin or now.place[0] > last.place[0]
+            key = self.stream, env.uid
+            is_new = key not in self._to_begin or now.place[0] > last.place[0]
             assert is_new, f"{where}: goes on after set_seed()"
-            self._to_begin.discard(env.uid)
+            self._to_begin.discard(key)
             assert now.place > last.place, f"{where}: delivered after {last.place}"
             assert now.version >= last.version, f"{where}: an older version came back"
             follows = now.number == last.number + 1
@@ -339,6 +362,9 @@ class Account:
                 assert now.began == last.began, f"{where}: another memory"
                 assert not follows or not last.done, f"{where}: an end before"
                 assert (now.traj_id == last.traj_id) == follows, f"{where}: {now.traj_id=}"
+        if self.num_servers:
+            self._check_served(where, last, now, env)
+            return
         # Its buffer goes on from what was published, whatever was done between two frames.
         expected = now.calls if now.number else self.calls.get(now.version, now.calls)
         if last is not None and now.number == last.number + 1:
@@ -346,6 +372,13 @@ class Account:
             expected = self.calls[now.version] if was_swapped else last.calls + 1
         if not self.world.was_broken(env.worker_id):  # an env that raised costs a call
             assert now.calls == expected, f"{where}: {now.calls} calls, not {expected}"
+
+    def _check_served(self, where: str, last: Seen | None, now: Seen, env: TellingEnv) -> None:
+        """Check that no two frames of an env are of one pass of a server, which counts them."""
+        assert now.calls >= self.calls[now.version], where
+        if last is not None and now.version == last.version and now.calls <= last.calls:
+            self._falls[env.uid] += 1
+            assert self._falls[env.uid] < self.num_servers, f"{where}: {now.calls} calls again"
 
     def _check_values(self, frames: list[dict[Any, Any]]) -> None:
         """Check what is normalised, by all that was delivered before, and how it is recorded."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 from unittest.mock import patch
 
@@ -14,7 +15,7 @@ from distcollect.collectors import with_workers
 from distcollect.common.peer_ids import identity
 from distcollect.config import Faults
 from distcollect.engine.pickled_plan import PickledPlan
-from distcollect.net.messages import TrainerAddress, WorkerBoot
+from distcollect.net.messages import Spawn, TrainerAddress, WorkerBoot, WorkerSettings
 from distcollect.results import WorkerState
 from distcollect.roster.interfaces import MembershipObserver
 from distcollect.roster.status import WorkerEnds
@@ -27,8 +28,8 @@ SOON_S = 60
 
 def new_worker(worker_id: int = 0, incarnation: int = 0, *, peer: int = 1) -> Worker:
     """A worker that no process was started for."""
-    boot = WorkerBoot(worker_id, incarnation, TrainerAddress(ADDRESS, 0, ""))
-    return Worker(boot, peer=peer, address=ADDRESS)
+    wanted = Spawn(worker_id, incarnation, WorkerSettings(), {})
+    return Worker(WorkerBoot(wanted, TrainerAddress(ADDRESS, 0, "")), peer=peer, address=ADDRESS)
 
 
 class LoopbackWorkers:
@@ -46,22 +47,8 @@ class LoopbackWorkers:
         self.services: dict[int, Worker] = {}
         self.peers: dict[int, int] = {}
         self._threads: list[threading.Thread] = []
-        request = {}
-        for worker_id in range(num_workers):
-            peer = self.peers[worker_id] = identity().new_peer()
-            worker = new_worker(worker_id, peer=peer)
-            self.services[worker_id] = worker
-            self.transport.connect(peer, worker)
-            thread = threading.Thread(target=worker.run, name=f"worker {worker_id}", daemon=True)
-            thread.start()
-            self._threads.append(thread)
-            for part in plan_for(worker_id):
-                self.transport.call(peer, WorkerService.receive_part, part).result(SOON_S)
-            request[worker_id] = self.transport.call(peer, WorkerService.configure)
-        self.worker_infos: dict[int, WorkerInfo] = {
-            worker_id: answer.result(faults.start_timeout_s)
-            for worker_id, answer in request.items()
-        }
+        self._plan_for = plan_for
+        self.worker_infos = self._begin_all(num_workers)
         self.gpus = {worker_id: probe.gpu for worker_id, probe in self.worker_infos.items()}
         self.states = dict.fromkeys(self.worker_infos, WorkerState.READY)
         self.processes: dict[int, tuple[int, str]] = {}
@@ -69,13 +56,31 @@ class LoopbackWorkers:
         self.ends = WorkerEnds()
         self.is_elastic, self.has_enough = False, True
 
+    def _begin_all(self, num_workers: int) -> dict[int, WorkerInfo]:
+        """Start the first workers; what each found."""
+        configured = {each: self._begin(each) for each in range(num_workers)}
+        return {each: answer.result(SOON_S) for each, answer in configured.items()}
+
+    def _begin(self, worker_id: int, incarnation: int = 0) -> Future[WorkerInfo]:
+        """Start a worker; what it answers once it is configured."""
+        peer = self.peers[worker_id] = identity().new_peer()
+        worker = new_worker(worker_id, incarnation, peer=peer)
+        self.services[worker_id] = worker
+        self.transport.connect(peer, worker)
+        thread = threading.Thread(target=worker.run, name=f"worker {worker_id}", daemon=True)
+        thread.start()
+        self._threads.append(thread)
+        for part in self._plan_for(worker_id):
+            self.transport.call(peer, WorkerService.receive_part, part).result(SOON_S)
+        return self.transport.call(peer, WorkerService.configure)
+
     def await_enough(self) -> None:
         """They come by themselves."""
 
     def attach(self, observer: MembershipObserver) -> None:
         self.observer = observer
         for worker_id, peer in self.peers.items():
-            observer.join(worker_id, 0, peer)
+            observer.join(worker_id, 0, peer, self.worker_infos[worker_id].server)
 
     def report(
         self, worker_id: int, incarnation: int, error: BaseException, *, is_final: bool = False

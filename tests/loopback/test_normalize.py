@@ -132,7 +132,13 @@ class SecondIsSlow(gym.Wrapper[Any, Any, Any, Any]):
 PREEMPTING = partial(SYNC, preemptive_threshold=0.5)
 
 
-@pytest.mark.parametrize("make", [IN_PROCESS, SYNC, ASYNC, PREEMPTING])
+def without_rows(*args: Any, **given: Any) -> Any:
+    """The frames of both workers lie along one dimension."""
+    given |= {"kind": dc.MultiSyncDataCollector, "envs_per_worker": 1, "cat_results": 0}
+    return loopback_collector(*args, frames_per_batch=120, num_workers=2, **given)
+
+
+@pytest.mark.parametrize("make", [IN_PROCESS, SYNC, ASYNC, PREEMPTING, without_rows])
 def test_the_statistics_are_those_of_all_delivered_frames(make: Any) -> None:
     """Not those of frames that were given up."""
     reference, policy = Reference(), Seeing()
@@ -171,7 +177,7 @@ def test_returns_go_on_where_a_rollout_has_no_frame_of_an_env() -> None:
         batches = [made.next() for _ in range(4)]
     batches[1]["collector", "traj_ids"][1] = -1
     for batch in batches:
-        header: Any = SimpleNamespace(worker_id=0, policy_version=(0, 0))
+        header: Any = SimpleNamespace(worker_id=0, policy_version=(0, 0), num_steps=30)
         statistics.take(batch, [header])
         reference.add(batch)
     reward = batches[-1]["next", "reward"]

@@ -164,7 +164,8 @@ def test_a_minari_data_set(
     assert not marked.left()
 
 
-def test_an_env_that_a_class_of_a_module_makes(tmp_path: Path) -> None:
-    given = {"env": "helpers.envs:SamplingEnv", "frames": 30}
+@pytest.mark.parametrize("name", ["SamplingEnv", "env_of_context"])
+def test_an_env_that_a_class_or_function_of_a_module_makes(tmp_path: Path, name: str) -> None:
+    given = {"env": f"helpers.envs:{name}", "frames": 30}
     assert cli.main(arguments(tmp_path / "frames", **given)) == 0
     assert recorded(tmp_path / "frames") == 30

@@ -211,19 +211,44 @@ def test_the_best_has_the_weights_that_were_evaluated(tmp_path: Path) -> None:
     assert saved["net"]["actor.value"].item() == 2.0
 
 
-def test_the_best_has_the_weights_of_a_learner_of_its_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("normalize", [None, dc.Normalize()])
+@pytest.mark.parametrize("gives", ["module", "copies"])
+def test_the_best_has_the_weights_of_a_learner_of_its_own(
+    tmp_path: Path, gives: str, normalize: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     """As where the collector acts with a copy on another device."""
-    learner = Constant()
-    with dc.SyncDataCollector(Echo, Constant(), frames_per_batch=4) as collector:
-        parts = {"learner": learner, "collector": collector}
+    learner, target = Constant(), Constant()
+    net = nn.ModuleDict({"actor": learner, "critic": nn.Linear(1, 1)})
+    with dc.SyncDataCollector(
+        Echo, Constant(), frames_per_batch=4, normalize=normalize
+    ) as collector:
+        parts = {"target": target, "net": net, "collector": collector}
         checkpoint = dc.Checkpoint(tmp_path / "c.pt", best="return", **parts)
         for value in (1.0, 3.0, 2.0):
             nn.init.constant_(learner.value, value)
             checkpoint.step()
-            collector.update_policy_weights_(learner)
+            copies = {"value": learner.value.detach().clone()}
+            collector.update_policy_weights_(learner if gives == "module" else copies)
             collector.evaluate(1)
     saved = torch.load(checkpoint.best_path, weights_only=True)["parts"]
-    assert saved["learner"]["value"].item() == 3.0
+    if gives == "module":
+        assert (saved["net"]["actor.value"].item(), saved["target"]["value"].item()) == (3.0, 0.0)
+    else:  # it could be the target's
+        assert (saved["net"]["actor.value"].item(), saved["target"]["value"].item()) == (2.0, 0.0)
+        assert "not those that were evaluated" in caplog.text
+
+
+def test_the_best_has_the_weights_of_which_copies_were_given(tmp_path: Path) -> None:
+    net = nn.ModuleDict({"actor": Constant(), "critic": nn.Linear(1, 1)})
+    with dc.SyncDataCollector(Echo, Constant(), frames_per_batch=4) as collector:
+        checkpoint = dc.Checkpoint(tmp_path / "c.pt", best="return", net=net, collector=collector)
+        for value in (1.0, 3.0, 2.0):
+            nn.init.constant_(net["actor"].value, value)
+            checkpoint.step()
+            collector.update_policy_weights_({"value": torch.tensor([value])})
+            collector.evaluate(1)
+    saved = torch.load(checkpoint.best_path, weights_only=True)["parts"]
+    assert saved["net"]["actor.value"].item() == 3.0
 
 
 def test_an_evaluation_before_the_checkpoint_keeps_no_later_best_away(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from tensordict import TensorDict
 import distcollect as dc
 from distcollect.commands import main as cli
 from distcollect.commands.collect.saved import SavedFrames
+from distcollect.envs.make import make_by_id
 from distcollect.integrations.minari import MinariTarget
 
 minari = pytest.importorskip("minari", reason="needs minari (extra minari)")
@@ -173,6 +174,24 @@ def test_an_env_with_an_id_can_be_made_from_it(tmp_path: Path) -> None:
     env = gym.make("CartPole-v1")
     MinariTarget(NAME, "random").write(tmp_path, 100, env, {})
     assert minari.load_dataset(NAME).recover_environment().spec.id == "CartPole-v1"
+
+
+def test_an_env_of_envpool(tmp_path: Path) -> None:
+    """Its spec is not one of Gymnasium's."""
+    pytest.importorskip("envpool", reason="the envpool extra is not installed")
+    env = make_by_id("envpool:CartPole-v1")
+    with dc.SyncDataCollector(env, frames_per_batch=100) as collector:
+        with SavedFrames(tmp_path, 100, {}) as saved:
+            saved.add(collector.next())
+        MinariTarget(NAME, "random").write(tmp_path, 100, env, {})
+    assert minari.load_dataset(NAME).total_episodes > 0
+
+
+def test_an_env_of_another_library_is_refused() -> None:
+    """The actions of TorchRL's are one-hot, though they show Gymnasium's spaces."""
+    envs = pytest.importorskip("torchrl.envs", reason="the torchrl extra is not installed")
+    with pytest.raises(dc.ArgumentError, match="a GymEnv is no Gymnasium env"):
+        MinariTarget(NAME, "random").check(envs.GymEnv("CartPole-v1"))
 
 
 def test_without_a_whole_episode_there_is_no_data_set(tmp_path: Path) -> None:

@@ -209,6 +209,19 @@ def test_with_a_seed_a_random_state_depends_on_its_env_alone() -> None:
     assert len(two.flatten().unique()) == two.numel()
 
 
+@pytest.mark.parametrize("given", [{"init_random_frames": 15}, {"reset_at_each_iter": True}])
+def test_however_often_episodes_of_other_envs_begin(given: dict[str, Any]) -> None:
+    def totals(num_envs: int) -> torch.Tensor:
+        settings = {"frames_per_batch": 5 * num_envs, "envs_per_worker": num_envs, **given}
+        if "init_random_frames" in given:
+            settings["init_random_frames"] *= num_envs
+        with dc.SyncDataCollector(CountingMaker("plain"), Noisy(), **settings) as collector:
+            collector.set_seed(3)
+            return torch.cat([collector.next()["total"].reshape(-1, 5, 4)[0] for _ in range(6)])
+
+    assert torch.equal(totals(1), totals(3))
+
+
 def lstm_policy(hidden: int = 8) -> TensorDictSequential:
     """TorchRL's module in a policy that draws actions."""
     modules = pytest.importorskip("torchrl.modules")

@@ -13,7 +13,7 @@ import distcollect as dc
 from distcollect.launch.rendezvous import ListenSpec, listen_spec, read_token
 from distcollect.launch.topology import Launch, Launcher
 from distcollect.net.interfaces import check_not_public, listen, same_address
-from distcollect.net.messages import TrainerAddress, WorkerBoot
+from distcollect.net.messages import Spawn, TrainerAddress, WorkerBoot, WorkerSettings
 
 SECRET = "e9d1a2-nobody-may-see-this"
 
@@ -57,8 +57,8 @@ def test_a_token_file_that_is_no_text(token_file: Path) -> None:
 
 def test_the_token_is_in_no_text_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DISTCOLLECT_TOKEN", SECRET)
-    address = TrainerAddress("host", 1, SECRET)
-    assert SECRET not in f"{address} {ListenSpec('host', 1, SECRET)} {WorkerBoot(0, 0, address)}"
+    address, wanted = TrainerAddress("host", 1, SECRET), Spawn(0, 0, WorkerSettings(), {})
+    assert SECRET not in f"{address} {ListenSpec('host', 1, SECRET)} {WorkerBoot(wanted, address)}"
     with pytest.raises(dc.LaunchError) as raised:
         Launch.detect({**os.environ, "TORCHELASTIC_RUN_ID": "run", "RANK": "no number"})
     assert SECRET not in str(raised.value)

@@ -14,8 +14,8 @@ from helpers.paths import ROOT
 
 PACKAGE = ROOT / "distcollect"
 LONGEST_MODULE = 450
-LIMITS = {PACKAGE: 29_572, PACKAGE / "commands": 2_028, ROOT / "tests": 38_950}
-LIMITS |= {PACKAGE / "net": 1_428, PACKAGE / "transport": 1_204}
+LIMITS = {PACKAGE: 29_589, PACKAGE / "commands": 2_028, ROOT / "tests": 39_674}
+LIMITS |= {PACKAGE / "net": 1_426, PACKAGE / "transport": 1_204}
 
 
 def code_lines(path: Path) -> int:

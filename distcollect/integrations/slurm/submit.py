@@ -28,6 +28,8 @@ from distcollect.launch.run_folder import (
 )
 
 _PRIVATE_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # noqa: S108 - only compared with
+# What a job requests whose names are submitit's.
+_UNDER_THEIR_NAMES = ("nodes", "cpus_per_task", "time", "partition", "account", "qos", "setup")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -276,16 +278,9 @@ def _job(
 ) -> Job:
     parameters = {
         "job_name": settings["name"] if trains else f"{settings['name']}-workers",
-        "nodes": wanted.nodes,
         "ntasks_per_node": wanted.tasks_per_node,
-        "cpus_per_task": wanted.cpus_per_task,
         "gpus_per_node": wanted.gpus_per_node or None,
         "mem": wanted.mem_gb and f"{round(wanted.mem_gb * 1024)}MB",
-        "time": wanted.time,
-        "partition": wanted.partition,
-        "account": wanted.account,
-        "qos": wanted.qos,
-        "setup": wanted.setup,
         "signal_delay_s": settings["notice_s"],
         # From SLURM 22.05 on, srun doesn't inherit sbatch's number of CPUs.
         "srun_args": [
@@ -294,6 +289,7 @@ def _job(
         ],
         "wckey": None,
     }
+    parameters |= {name: getattr(wanted, name) for name in _UNDER_THEIR_NAMES}
     # A host or a task that fails must not end the others.
     options: dict[str, str | bool] = {"requeue": True, "no-kill": True}
     for given in wanted.slurm or ():

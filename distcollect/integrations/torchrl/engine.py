@@ -57,14 +57,7 @@ class TensorDictEngine(EngineBase):
         """
         if plan.max_frames_per_traj is not None:
             envs.limit_frames(plan.max_frames_per_traj)
-        policy = TensorDictPolicy(
-            plan.policy,
-            envs,
-            exploration=plan.exploration,
-            device=plan.device,
-            env_device=plan.env_device,
-            adds_transforms=plan.adds_transforms,
-        )
+        policy = TensorDictPolicy(plan, envs)
         super().__init__(envs, plan, traj_ids, counter)
         if plan.clip_actions:
             raise ArgumentError(
@@ -123,8 +116,9 @@ class TensorDictEngine(EngineBase):
             td.del_("collector")
             return td
 
-        def record(step: int, result: tuple[TensorDictBase, TensorDictBase]) -> int:
+        def record(step: int, result: tuple[TensorDictBase, TensorDictBase]) -> None:
             frame, start = result
+            self.counter.add(envs.num_envs)
             self._frames.append(frame)
             self._td = start
             if clears_device and start.device is not None:
@@ -135,7 +129,6 @@ class TensorDictEngine(EngineBase):
             if is_over if is_over.numel() == 1 else is_over.any():
                 self._end_trajectories(slab, step, following)
             start.set("collector", self._collector)
-            return envs.num_envs
 
         return self.make_steps(
             slab,

@@ -20,6 +20,7 @@ from torchrl.modules.tensordict_module.exploration import set_exploration_module
 
 from distcollect.common import gpus
 from distcollect.common.random_state import random_state_restored
+from distcollect.engine.plan import WorkerPlan
 from distcollect.errors import PolicyError, users_errors
 from distcollect.integrations.torchrl.envs import TorchRLEnvs
 from distcollect.policy.base import Exploration
@@ -45,31 +46,15 @@ class TensorDictPolicy:
         module: the module that has the weights; None if there are none.
     """
 
-    def __init__(
-        self,
-        policy: Callable[..., Any] | None,
-        envs: TorchRLEnvs,
-        *,
-        exploration: Exploration = Exploration.RANDOM,
-        device: torch.device | None = None,
-        env_device: torch.device | None = None,
-        adds_transforms: bool = True,
-    ) -> None:
-        """Bind ``policy`` to the specs of the envs.
-
-        Args:
-            policy: TensorDictModule, module or callable; None: random actions.
-            envs: the envs.
-            exploration: how to choose actions where the policy has, or returns, a distribution.
-            device: move the policy there; None: leave it where it is.
-            env_device: the device that the user asked for the envs to be on.
-            adds_transforms: add the transforms to the envs that a recurrent policy needs.
+    def __init__(self, plan: WorkerPlan, envs: TorchRLEnvs) -> None:
+        """Bind the policy of ``plan`` to the specs of the envs.
 
         Raises:
             PolicySignatureError: the policy has a parameter that is no entry of the observation.
-            PolicyError: the policy has noise of ours, ``device`` can't be used here, or a policy
+            PolicyError: the policy has noise of ours, its device can't be used here, or a policy
                 with lazy modules, which is called once here, raised.
         """
+        policy, device = plan.policy, plan.device
         if isinstance(policy, ExplorationNoise):
             raise PolicyError(
                 f"{type(policy).__name__} needs Gymnasium envs; with TorchRL envs, put TorchRL's "
@@ -80,14 +65,14 @@ class TensorDictPolicy:
         if self.module is not None and device is not None:
             self.module = moved(self.module, device)
         if (whole := policy if isinstance(policy, nn.Module) else self.module) is not None:
-            if adds_transforms:
+            if plan.adds_transforms:
                 _add_transforms(envs, whole)
             set_exploration_modules_spec_from_env(whole, envs.members[0])
         if callable(bind := getattr(policy, "set_action_spec_from_env", None)):
             bind(envs.members[0])
-        self._exploration = exploration
+        self._exploration = plan.exploration
         self._action_keys = list(envs.members[0].action_keys)
-        device, env_device = gpus.numbered(device), gpus.numbered(env_device)
+        device, env_device = gpus.numbered(device), gpus.numbered(plan.env_device)
         self._device = device
         # As TorchRL has it: a policy on another device than its envs gets copies, and a TensorDict
         # says on which device it is only if the user named the devices.
@@ -99,7 +84,7 @@ class TensorDictPolicy:
         elif isinstance(policy, TensorDictModuleBase) or takes_tensordict(policy):
             self._call = policy
         else:
-            self._call = _Wrapped(policy, envs, self.module, exploration)
+            self._call = _Wrapped(policy, envs, self.module, plan.exploration)
         self._written: list[Any] | None = None  # known after the first call
         if has_lazy_weights(self.module):
             # Its weights have no shape before its first call.
