@@ -93,9 +93,8 @@ class VectorBatch(EnvBatch):
         return _can_reset_some(env, mode)
 
     @property
-    def _env(self) -> AnyVectorEnv:
-        env: AnyVectorEnv = self.members[0]
-        return env
+    def _env(self) -> Any:
+        return self.members[0]
 
     def rebuild(self, rows: Sequence[int], seeds: Sequence[int] | None = None) -> None:
         self.acting.fill(True)
