@@ -44,6 +44,9 @@ class World:
         code: of the trainer's own module.
         floor: by worker_id the newest version that the worker is known to have.
         num_faults: how many more times an env is to raise.
+        hooked: the frames that a ``post_collect_hook`` has seen, and how often.
+        num_begun: how often a ``pre_collect_hook`` was called.
+        num_hooked: how often a ``post_collect_hook`` was called.
     """
 
     number: int = field(default_factory=_numbers.__next__)
@@ -51,6 +54,9 @@ class World:
     code: float = 0.0
     floor: Counter[int] = field(default_factory=Counter)
     num_faults: int = 0
+    hooked: Counter[tuple[int, ...]] = field(default_factory=Counter)
+    num_begun: int = 0
+    num_hooked: int = 0
 
     def __post_init__(self) -> None:
         _worlds[self.number] = self
@@ -96,6 +102,29 @@ class Maker:
 
     def __call__(self, context: Any) -> TellingEnv:
         return _worlds[self.world].make(context)
+
+
+@dataclass(frozen=True)
+class Before:
+    """A ``pre_collect_hook``; can be pickled, for a worker of this process."""
+
+    world: int
+
+    def __call__(self) -> None:
+        _worlds[self.world].num_begun += 1
+
+
+@dataclass(frozen=True)
+class After:
+    """A ``post_collect_hook``; can be pickled, for a worker of this process."""
+
+    world: int
+
+    def __call__(self, rollout: TensorDictBase) -> None:
+        world = _worlds[self.world]
+        world.num_hooked += 1
+        real = rollout["collector", "traj_ids"] >= 0
+        world.hooked.update(map(tuple, rollout["place"][real].tolist()))
 
 
 class TellingEnv(gym.Env[Any, Any]):
@@ -233,6 +262,7 @@ class Account:
         max_frames: ``max_frames_per_traj``.
         normalizes: "raw" or "normalized"; None: nothing is.
         recurs: the policy has a memory.
+        is_hooked: each rollout goes through the hooks of the world.
         num_servers: how many inference servers there have been; 0: each worker has its policy.
         codes: the number of each version's weights.
         calls: what their buffer was published with.
@@ -247,6 +277,7 @@ class Account:
     max_frames: int | None
     normalizes: str | None
     recurs: bool = True
+    is_hooked: bool = False
     num_servers: int = 0
     codes: dict[int, float] = field(default_factory=dict)
     calls: dict[int, float] = field(default_factory=dict)
@@ -313,6 +344,8 @@ class Account:
         self._delivered.add((uid, *place))
         self.received[env.worker_id] += 1
         assert about["worker_id"] == env.worker_id, where
+        hooked = self.world.hooked[uid, episode, num]
+        assert hooked == self.is_hooked, f"{where}: {hooked} times in a hook"
         known = self.ids.setdefault(traj_id, (self.stream, uid, episode))
         assert known == (self.stream, uid, episode), (
             f"{where}: traj_id {traj_id} was that of {known}"

@@ -13,7 +13,16 @@ import pytest
 import torch
 from helpers.churning_workers import ChurningWorkers, churning_collector
 from helpers.interrupting import interrupted_at
-from helpers.judge_operations import GAMMA, Account, Forgetting, Maker, Telling, World
+from helpers.judge_operations import (
+    GAMMA,
+    Account,
+    After,
+    Before,
+    Forgetting,
+    Maker,
+    Telling,
+    World,
+)
 from helpers.loopback_pool import backend_of, workers_of
 from helpers.waiting import eventually
 from hypothesis import note
@@ -72,6 +81,8 @@ NEUTRAL: dict[str, Any] = {
     "draw": _draw,
 }
 RECORDS = ("raw", "normalized")
+# Users may change weights and never publish them.
+MAY_WARN = pytest.mark.filterwarnings("ignore:the policy's weights were changed")
 CASES = st.fixed_dictionaries(
     {
         "num_workers": st.integers(1, 3),
@@ -85,6 +96,7 @@ CASES = st.fixed_dictionaries(
         "fills": st.sampled_from([None, None, "next", "start"]),
         "reserves": st.booleans(),
         "recurs": st.sampled_from([True, True, False]),
+        "hooks": st.booleans(),
     }
 )
 
@@ -144,7 +156,9 @@ class Operations(RuleBasedStateMachine):
         form = "raw" if self.fills and form == "normalized" else form
         case["form"], self.is_whole = form, form == "whole"
         records = form if form in RECORDS else None
-        self.account = Account(self.world, case["max_frames"], records, recurs=case["recurs"])
+        self.account = Account(
+            self.world, case["max_frames"], records, recurs=case["recurs"], is_hooked=case["hooks"]
+        )
         self.numbers = itertools.count(1)
         self.policy = self.new_policy()
         self.world.code = self.account.codes[0] = self.policy.code.item()
@@ -166,6 +180,11 @@ class Operations(RuleBasedStateMachine):
         mode = self.refused.get(mode, mode)
         self.is_local = MODES[mode] is None
         self.options = options_of(mode, self.case) | self.more
+        self.num_processed = self.num_received = 0
+        if self.case["hooks"]:
+            number = self.world.number
+            hooks = {"pre_collect_hook": Before(number), "post_collect_hook": After(number)}
+            self.options |= {**hooks, "postproc": self.process}
         self.is_sync = self.options.get("sync", True)
         self.reserved: set[int] = set()  # workers that evaluate only
         if self.case["reserves"] and not self.is_local:
@@ -246,12 +265,25 @@ class Operations(RuleBasedStateMachine):
         assert batch.numel() == self.collector.frames_per_batch or may_pad
         self.receive(batch)
 
+    def process(self, batch: TensorDict) -> TensorDict:
+        """The ``postproc``: number the batch."""
+        self.num_processed += 1
+        return batch.set("number", torch.full(batch.shape, self.num_processed))
+
+    def check_processed(self, batch: TensorDict) -> None:
+        """Check that a batch is what the ``postproc`` has returned, and a later one."""
+        if self.case["hooks"]:
+            [number] = batch["number"].unique().tolist()
+            assert self.num_received <= number <= self.num_processed
+            self.num_received = number if self.is_whole else number + 1
+
     def freeze(self, version: int) -> None:
         self.account.freeze(version)
         self.is_used = bool(self.account.received) or self.is_used
 
     def receive(self, batch: TensorDict) -> None:
         """Check a batch, on the thread that makes it."""
+        self.check_processed(batch)
         with self.lock:
             known = {*self.account.ids}
             frames = self.account.receive(
@@ -548,6 +580,7 @@ class Operations(RuleBasedStateMachine):
         unsure = self.case["num_envs"] * self.num_interrupts if self.is_local else 0
         assert 0 <= stepped.total() - ledger.total.stepped <= unsure, (stepped, ledger)
         assert ledger.total.open == 0
+        assert self.world.num_hooked <= self.world.num_begun
         assert ledger.total.lost.keys() <= CAUSES | ({"unfinished"} if self.is_whole else set())
         for worker_id, frames in ledger.workers.items():
             assert unsure or frames.stepped == stepped[worker_id]

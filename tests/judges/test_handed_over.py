@@ -10,13 +10,14 @@ from typing import Any, ClassVar
 
 import pytest
 from helpers.judge_settings import drawn
-from helpers.judge_user import CASES, RECORDS, TIMEOUT_S, WORKERS, Operations
+from helpers.judge_user import CASES, MAY_WARN, RECORDS, TIMEOUT_S, WORKERS, Operations
 from helpers.waiting import eventually
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
 import distcollect as dc
 
+pytestmark = MAY_WARN
 BETWEEN = ["nothing", "nothing", "next", "publish", "seed", "evaluate", "kill", "leave"]
 
 
@@ -66,6 +67,15 @@ class HandingOver(Operations):
             lost = lambda: self.collector.ledger.total.lost  # noqa: E731
             causes = ("not_taken", "worker_lost", "left")
             eventually(lambda: sum(lost().get(each, 0) for each in causes) >= kept)
+
+    @rule(owns=st.lists(st.booleans(), min_size=2, max_size=6))
+    def alternate(self, owns: list[bool]) -> None:
+        """Some rollouts are its own, others are handed over."""
+        for is_own in owns:
+            if is_own:
+                self.take()
+            else:
+                self.hand_over(1, "nothing", 0, True)
 
     def take_over(self, reference: Any, *, may_be_gone: bool) -> None:
         self.account.stream = "taken"

@@ -11,14 +11,14 @@ from typing import ClassVar
 import pytest
 import torch
 from helpers.judge_settings import drawn
-from helpers.judge_user import RECORDS, Operations
+from helpers.judge_user import MAY_WARN, RECORDS, Operations
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
 import distcollect as dc
 
 # The connections of a worker end with its process, which here is everybody's.
-pytestmark = pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")
+pytestmark = [MAY_WARN, pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")]
 
 
 class ServedOperations(Operations):
@@ -54,9 +54,17 @@ class ServedOperations(Operations):
             }
             assert version in {self.shown, *sent}, f"the server has version {version}, of others"
 
-    @rule(batches=st.integers(0, 2))
-    def kill_server(self, batches: int) -> None:
+    @rule(rounds=st.integers(1, 3), wait=st.booleans())
+    def train_on(self, rounds: int, wait: bool) -> None:
+        for _ in range(rounds):
+            self.publish("module", set(), True, wait)
+            self.take()
+
+    @rule(batches=st.integers(0, 2), publishes=st.booleans())
+    def kill_server(self, batches: int, publishes: bool) -> None:
         """The server dies while batches are taken; another process replaces it."""
+        if publishes:
+            self.publish("state dict", set(), True, True)
         self.account.num_servers += 1
         self.workers.kill_server()
         self.take_batches(batches)

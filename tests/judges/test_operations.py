@@ -17,6 +17,7 @@ from helpers.judge_operations import Maker, Telling, World
 from helpers.judge_settings import drawn
 from helpers.judge_user import (
     CASES,
+    MAY_WARN,
     MODES,
     NEUTRAL,
     RECORDS,
@@ -33,6 +34,7 @@ from tensordict import TensorDict
 
 import distcollect as dc
 
+pytestmark = MAY_WARN
 TestOperations = Operations.TestCase
 TestOperations.settings = drawn()
 

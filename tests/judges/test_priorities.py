@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 from helpers.judge_settings import drawn
-from helpers.judge_user import CASES, MODES, Buffer, Operations
+from helpers.judge_user import CASES, MAY_WARN, MODES, Buffer, Operations
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 from tensordict import TensorDict
 
 import distcollect as dc
 
+pytestmark = MAY_WARN
 CAPACITY, ALPHA, BETA, EPSILON = 40, 0.7, 0.5, 1e-6
 NUM_SAMPLES = 3000
 
@@ -128,7 +129,7 @@ class PrioritizedOperations(Operations):
         self.samples.append(samples)
 
     @precondition(lambda self: self.samples)
-    @rule(number=st.integers(0, 9), factor=st.sampled_from([0.0, 0.3, 1.0, 5.0]))
+    @rule(number=st.integers(0, 99), factor=st.sampled_from([0.0, 0.3, 1.0, 5.0]))
     def set_priorities(self, number: int, factor: float) -> None:
         """Of an earlier sample: some of its frames may be gone by now."""
         samples = self.samples[number % len(self.samples)]
@@ -142,6 +143,21 @@ class PrioritizedOperations(Operations):
         for each in {*index[torch.tensor(is_there)].tolist()}:
             self.priorities[each] = factor * (each % 3)
             self.highest = max(self.highest, self.priorities[each])
+
+    @rule(seed=st.integers(0, 99), factor=st.sampled_from([0.3, 5.0]))
+    def train_on(self, seed: int, factor: float) -> None:
+        self.take()
+        self.sample(seed)
+        self.set_priorities(len(self.samples) - 1, factor)
+        self.take()
+        self.sample(seed + 1)
+
+    @rule(mode=st.sampled_from(sorted(MODES)), seed=st.integers(0, 99))
+    def resume(self, mode: str, seed: int) -> None:
+        self.train_on(seed, 5.0)
+        self.save_and_load(mode, 1)
+        self.take()
+        self.sample(seed)
 
     @rule()
     def empty(self) -> None:

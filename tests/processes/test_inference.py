@@ -338,6 +338,17 @@ def test_a_half_that_is_computed_out_of_turn_has_its_own_version() -> None:
             assert torch.equal(batch["weight"].long(), batch["collector", "policy_version"])
 
 
+class Beginning(Weighing):
+    """Its state at an episode's start is its weight."""
+
+    def initial_state(self, num_envs: int) -> dict[str, torch.Tensor]:
+        return {"begun": self.weight.expand(num_envs, 1)}
+
+    def forward(self, observation: torch.Tensor, begun: torch.Tensor) -> Any:
+        action, told = super().forward(observation)
+        return action, {**told, "begun": begun}
+
+
 @contextlib.contextmanager
 def publishing(collector: Any, weight: torch.Tensor) -> Iterator[None]:
     """Meanwhile weights that are their version are published, one after the other."""
@@ -373,6 +384,25 @@ def test_new_weights_that_come_while_an_env_is_made_anew_show_in_all_frames_from
                 batch = collector.next()
                 assert torch.equal(batch["weight"].long(), batch["collector", "policy_version"])
         assert len(batch["collector", "policy_version"].unique()) > 5
+
+
+def test_an_episode_begins_with_the_state_of_the_weights_that_act_first() -> None:
+    with (
+        dc.MultiaSyncDataCollector(
+            CountingEnv,
+            policy := Beginning(),
+            num_workers=1,
+            envs_per_worker=2,
+            frames_per_batch=1000,
+            inference=dc.Inference("host"),
+        ) as collector,
+        publishing(collector, policy.weight),
+    ):
+        for _ in range(6):
+            batch = collector.next()
+            first = batch["observation"][..., 2] == 0
+            begun = batch["begun"][..., 0].long()[first]
+            assert torch.equal(begun, batch["collector", "policy_version"][first])
 
 
 def test_workers_and_server_that_are_killed_lose_no_frame_without_a_cause() -> None:
