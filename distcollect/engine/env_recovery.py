@@ -6,7 +6,6 @@ import logging
 import socket
 import time
 import traceback
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -65,7 +64,8 @@ class EnvRecovery:
         self._num_rebuilt = [0] * envs.num_envs  # by row, since the last seed()
         self._is_stopped = False
         self._wakeup = Wakeup()
-        self._warned_at: deque[float] = deque(maxlen=_MOST_WARNINGS)
+        self._num_warnings = 0  # since the time that follows
+        self._warned_since = -math.inf
 
     def seed(self, seeds: Sequence[int]) -> None:
         """Derive the seeds of new envs from ``seeds``, one for each row."""
@@ -118,11 +118,15 @@ class EnvRecovery:
                 return
 
     def _warn(self, message: str, num_faults: int) -> None:
-        """Log a fault; of many at a time only the first ones. The statistics count them all."""
-        now = time.monotonic()
-        if len(self._warned_at) < _MOST_WARNINGS or now - self._warned_at[0] > _WARNINGS_S:
-            self._warned_at.append(now)
-            log.warning("%s; replaced by a new env, %d in a row", message, num_faults)
+        """Log a fault; of many at a time only the first ones, and then how many there were."""
+        unsaid, now = "", time.monotonic()
+        if now - self._warned_since > _WARNINGS_S:
+            if self._num_warnings > _MOST_WARNINGS:
+                unsaid = f" (not logged: {counted(self._num_warnings - _MOST_WARNINGS, 'fault')})"
+            self._num_warnings, self._warned_since = 0, now
+        self._num_warnings += 1
+        if self._num_warnings <= _MOST_WARNINGS:
+            log.warning("%s; replaced by a new env, %d in a row%s", message, num_faults, unsaid)
 
     def _count_fault(self, rows: tuple[int, ...]) -> int:
         """Count a fault of the env of ``rows``; its faults in a row."""

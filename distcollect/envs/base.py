@@ -395,9 +395,7 @@ class EnvBatch(Envs):
             self._keep_final(to_reset)
             self._reset_rows(to_reset)
         if self._faults:
-            faults, self._faults = self._faults, []
-            self._faults = blamed(self, faults, action)
-            raise self._faulted()
+            raise self._faulted(action)
         return result
 
     def begin_parts(self) -> None:
@@ -475,9 +473,15 @@ class EnvBatch(Envs):
         too_old: np.ndarray = self._ages >= self._max_frames
         return too_old
 
-    def _faulted(self) -> Faulted:
-        """Return the error to raise at the end of a call in which envs raised."""
+    def _faulted(self, action: Arrays | None = None) -> Faulted:
+        """Return the error to raise at the end of a call in which envs raised.
+
+        Raises:
+            PolicyError: it was a step with an ``action`` that an env can't take.
+        """
         faults, self._faults = self._faults, []
+        if action is not None:
+            faults = blamed(self, faults, action)
         result = self._result
         stepped = [row for fault in faults if fault.stepped for row in fault.rows]
         cut_short = [row for row in stepped if row not in result.ended]

@@ -26,8 +26,8 @@ from distcollect.envs.base import (
 from distcollect.envs.closing import close
 from distcollect.envs.coercion import MisfitError, check_result, write
 from distcollect.envs.info import EPISODE, first_of_each, space_of_info
-from distcollect.errors import EnvError, users_errors
-from distcollect.rollout.spaces import Arrays, unflatten
+from distcollect.errors import ArgumentError, EnvError, users_errors
+from distcollect.rollout.spaces import Arrays, Entries, unflatten
 
 _SCALARS = ("rewards", "terminations", "truncations")
 # Wrappers that can't reset single rows: the first refuses, the second clears all rows' returns.
@@ -51,7 +51,15 @@ class VectorBatch(EnvBatch):
             env: the vector env.
             info_keys: see :func:`~distcollect.envs.make.make_envs`.
             maker: makes the env again.
+
+        Raises:
+            ArgumentError: it has envs of several agents.
         """
+        if isinstance(env.single_action_space, Entries):  # of a PettingZooEnv
+            raise ArgumentError(
+                f"{env}: a vector env loses the rewards of PettingZoo's agents: pass a maker of a "
+                "single env, and envs_per_worker"
+            )
         resetting = np.zeros(env.num_envs, bool)
 
         observation_space = env.single_observation_space
@@ -85,9 +93,8 @@ class VectorBatch(EnvBatch):
         return _can_reset_some(env, mode)
 
     @property
-    def _env(self) -> AnyVectorEnv:
-        env: AnyVectorEnv = self.members[0]
-        return env
+    def _env(self) -> Any:
+        return self.members[0]
 
     def rebuild(self, rows: Sequence[int], seeds: Sequence[int] | None = None) -> None:
         self.acting.fill(True)

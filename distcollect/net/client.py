@@ -135,18 +135,14 @@ class ControlConnection:
         handshake = JoiningSide(token)
         challenge = self._ask(handshake.opening, deadline)
         if isinstance(decode(challenge), StartTls):
-            handshake = JoiningSide(token, self._start_tls(deadline))
+            self.sock = secured = tls.joining_tls(self.sock, deadline)
+            self._outbox = Outbox(secured, MAX_FRAME)
+            self._reader = FrameReader(_MAX_UNPROVEN_FRAME)
+            handshake = JoiningSide(token, secured.fingerprint)
             return handshake, self._ask(handshake.opening, deadline)
         if tls.is_required() and not self._is_inherited:
             raise NotProven("it does not encrypt connections, which is wanted here")
         return handshake, challenge
-
-    def _start_tls(self, deadline: float) -> bytes:
-        """Encrypt what follows; return the fingerprint of the trainer's certificate."""
-        self.sock = secured = tls.joining_tls(self.sock, deadline)
-        self._outbox = Outbox(secured, MAX_FRAME)
-        self._reader = FrameReader(_MAX_UNPROVEN_FRAME)
-        return secured.fingerprint
 
     def _ask(self, data: bytes, deadline: float) -> bytes:
         """Send a frame of the handshake, and return the trainer's answer."""

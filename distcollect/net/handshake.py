@@ -88,19 +88,32 @@ class NotProven(LaunchError):
     """The other side did not show that it knows the token."""
 
 
-def _mac(token: str, *parts: bytes) -> str:
-    key = token.encode(errors="surrogatepass")
-    # With their lengths, so that different parts never make the same text.
-    text = b"".join(map(with_length, filter(None, parts)))
-    return hmac.new(key, text, hashlib.sha256).hexdigest()
+class _Side:
+    """What both sides of the handshake do in the same way."""
+
+    def __init__(self, token: str, fingerprint: bytes = b"") -> None:
+        """``fingerprint``: of the certificate that the trainer showed, if it did."""
+        self._token = token
+        self._fingerprint = fingerprint
+        self.opening = self._challenge = b""
+
+    def _mac(self, role: bytes) -> str:
+        key = self._token.encode(errors="surrogatepass")
+        parts = (role, self.opening, self._challenge, self._fingerprint)
+        # With their lengths, so that different parts never make the same text.
+        text = b"".join(map(with_length, filter(None, parts)))
+        return hmac.new(key, text, hashlib.sha256).hexdigest()
+
+    def _proof(self, role: bytes) -> bytes:
+        return to_bytes(Proof(self._mac(role)))
+
+    def _is_proof(self, data: bytes, role: bytes) -> bool:
+        proof = decode_as(Proof, data)
+        mac = proof.mac.encode(errors="surrogatepass")
+        return hmac.compare_digest(mac, self._mac(role).encode())
 
 
-def _is_proof(data: bytes, mac: str) -> bool:
-    proof = decode_as(Proof, data)
-    return hmac.compare_digest(proof.mac.encode(errors="surrogatepass"), mac.encode())
-
-
-class JoiningSide:
+class JoiningSide(_Side):
     """The handshake of a process that joins.
 
     Attributes:
@@ -108,11 +121,8 @@ class JoiningSide:
     """
 
     def __init__(self, token: str, fingerprint: bytes = b"") -> None:
-        """``fingerprint``: of the certificate that the trainer showed, if it did."""
+        super().__init__(token, fingerprint)
         self.opening = to_bytes(Opening())
-        self._fingerprint = fingerprint
-        self._token = token
-        self._challenge = b""
 
     def prove(self, challenge: bytes) -> bytes:
         """Return the frame that answers the trainer's first one.
@@ -122,10 +132,7 @@ class JoiningSide:
         """
         decode_as(Challenge, challenge)
         self._challenge = challenge
-        return to_bytes(Proof(self._mac(_JOINS)))
-
-    def _mac(self, role: bytes) -> str:
-        return _mac(self._token, role, self.opening, self._challenge, self._fingerprint)
+        return self._proof(_JOINS)
 
     def verify(self, proof: bytes) -> None:
         """Check the trainer's second frame.
@@ -134,25 +141,21 @@ class JoiningSide:
             NotProven: the sender does not know the token.
             LaunchError: it is no proof.
         """
-        if not _is_proof(proof, self._mac(_TRAINS)):
+        if not self._is_proof(proof, _TRAINS):
             raise NotProven("it doesn't know this run's token")
 
 
-class TrainerSide:
+class TrainerSide(_Side):
     """The trainer's handshake with one process that joins.
 
     Attributes:
         is_proven: whether the process has shown that it knows the token.
-        versions: of the process, as it said.
+        opening: the first frame of the process; empty before it came.
+        versions: of the process, as it said; once its first frame came.
     """
 
-    def __init__(self, token: str, fingerprint: bytes = b"") -> None:
-        """``fingerprint``: of the certificate that the process was shown, if it was."""
-        self.is_proven = False
-        self.versions: dict[str, str] = {}
-        self._fingerprint = fingerprint
-        self._token = token
-        self._opening = self._challenge = b""
+    is_proven = False
+    versions: dict[str, str]
 
     def answer(self, data: bytes) -> bytes:
         """Return the frame that answers a frame of the process.
@@ -160,17 +163,14 @@ class TrainerSide:
         Raises:
             LaunchError: the process is not part of distcollect, or does not know the token.
         """
-        if not self._opening:
+        if not self.opening:
             self.versions = decode_as(Opening, data).versions
-            self._opening, self._challenge = data, to_bytes(Challenge())
+            self.opening, self._challenge = data, to_bytes(Challenge())
             return self._challenge
-        if not _is_proof(data, self._mac(_JOINS)):
+        if not self._is_proof(data, _JOINS):
             raise LaunchError("its proof was made with another one")
         self.is_proven = True
-        return to_bytes(Proof(self._mac(_TRAINS)))
-
-    def _mac(self, role: bytes) -> str:
-        return _mac(self._token, role, self._opening, self._challenge, self._fingerprint)
+        return self._proof(_TRAINS)
 
 
 def differing_versions(theirs: dict[str, str]) -> str:

@@ -210,18 +210,27 @@ def worker_name(worker_id: int, collector: int) -> str:
 
 
 @dataclass(frozen=True)
-class Spawn(Message):
-    """The supervisor is to start a worker process.
+class ProcessMessage(Message):
+    """A message about a process of a supervisor.
 
     Attributes:
         worker_id: its slot.
         incarnation: its number in this slot, counted from 0.
-        settings: see :class:`WorkerSettings`.
-        env: environment variables to add to the supervisor's own.
     """
 
     worker_id: int
     incarnation: int
+
+
+@dataclass(frozen=True)
+class Spawn(ProcessMessage):
+    """The supervisor is to start a worker process.
+
+    Attributes:
+        settings: see :class:`WorkerSettings`.
+        env: environment variables to add to the supervisor's own.
+    """
+
     settings: WorkerSettings
     env: dict[str, str]
 
@@ -232,35 +241,27 @@ class Spawn(Message):
 
 
 @dataclass(frozen=True)
-class Kill(Message):
+class Kill(ProcessMessage):
     """The supervisor is to end a worker process at once.
 
     Attributes:
-        worker_id: its slot.
-        incarnation: its number in this slot, counted from 0.
         why: what to log; "": nothing, as the process ends by itself.
     """
 
-    worker_id: int
-    incarnation: int
     why: str = ""
 
 
 @dataclass(frozen=True)
-class Exited(Message):
+class Exited(ProcessMessage):
     """A process that the supervisor was to start has ended, or could not be started."""
 
-    worker_id: int
-    incarnation: int
     exit: ProcessExit
 
 
 @dataclass(frozen=True)
-class MemoryExceeded(Message):
+class MemoryExceeded(ProcessMessage):
     """A process of the supervisor takes more memory than it may."""
 
-    worker_id: int
-    incarnation: int
     num_bytes: int
 
 

@@ -503,7 +503,9 @@ class JoinServer:
             if connection.packets is not None:
                 connection.packets.received(frame)
         elif self.tls and not (connection.is_own or isinstance(connection.sock, TlsSocket)):
-            self._start_tls(connection, frame, self.tls)
+            decode_as(Opening, frame)
+            if self._sent(connection, encode(StartTls())):
+                connection.secure(self.tls)  # what follows begins anew
         elif connection.state is State.UNPROVEN:
             answer = with_length(connection.handshake.answer(frame))
             if connection.handshake.is_proven:
@@ -511,20 +513,11 @@ class JoinServer:
                 self._deadlines[connection] = time.monotonic() + HANDSHAKE_TIMEOUT_S
                 self._accepted_until -= 1 / _STRANGERS_PER_S
                 connection.reader.max_frame = MAX_FRAME
-            if not self._sent(connection, answer):
-                self._drop(connection)  # these few bytes always fit, unless it is gone
+            self._sent(connection, answer)
         elif connection.state is State.PROVEN:
             self._introduce(connection, frame)
         else:
             self.events.received(connection, decode(frame))
-
-    def _start_tls(self, connection: Connection, opening: bytes, tls: TrainerTls) -> None:
-        """Encrypt what follows, which begins anew."""
-        decode_as(Opening, opening)
-        if not self._sent(connection, encode(StartTls())):
-            self._drop(connection)
-        else:
-            connection.secure(tls)
 
     def _introduce(self, connection: Connection, frame: bytes) -> None:
         # The versions count first: another protocol's message may differ.
@@ -552,20 +545,19 @@ class JoinServer:
     def _refuse(self, connection: Connection, answer: Refused) -> None:
         """Send the answer, and close the connection once the peer has had time to read it."""
         if not self._sent(connection, encode(answer)):
-            self._drop(connection)
             return
         connection.state = State.REFUSED
         self._selector.unregister(connection.sock)
         connection.outbox.end_sending()
         self._deadlines[connection] = time.monotonic() + _LINGER_S
 
-    @staticmethod
-    def _sent(connection: Connection, data: bytes) -> bool:
-        """Send to a peer that was not admitted; return True if it took all of it at once."""
-        try:
-            return not connection.outbox.send(data)
-        except OSError:
-            return False
+    def _sent(self, connection: Connection, data: bytes) -> bool:
+        """Send to a peer that was not admitted; drop it if it does not take all of it at once."""
+        with contextlib.suppress(OSError):
+            if not connection.outbox.send(data):
+                return True
+        self._drop(connection)  # these few bytes always fit, unless it is gone
+        return False
 
     def _write(self, connection: Connection) -> None:
         """Send what is unsent; the peer has a time limit from now, or from when it took some."""

@@ -127,7 +127,7 @@ def _members(
     for kind, things in of_kind.items():
         for base in kind.__mro__:
             attributes = {} if _is_of_library(base.__module__) else vars(base)
-            for name in (name for name in names if name in attributes):
+            for name in (name for name in attributes if name in names):
                 value = attributes[name]
                 function = getattr(value, _FUNCTION_OF.get(type(value), ""), value)
                 if isinstance(function, FunctionType):
@@ -136,7 +136,7 @@ def _members(
                     yield name, value
         for thing in things if issubclass(kind, nn.Module) else ():
             attributes = {} if isinstance(thing, type) else vars(thing)
-            yield from ((name, attributes[name]) for name in names if name in attributes)
+            yield from (each for each in attributes.items() if each[0] in names)
 
 
 @lru_cache(10_000)

@@ -24,8 +24,7 @@ from distcollect.roster.interfaces import MembershipObserver
 from distcollect.roster.lifecycle import EXIT_TIMEOUT_S, Lifecycle
 from distcollect.roster.membership import PRESENT
 from distcollect.roster.status import RunPhase, Status
-from distcollect.transport.exposure import exposure
-from distcollect.transport.start import start_transport
+from distcollect.transport.start import exposure, start_transport
 
 log = logging.getLogger(__name__)
 

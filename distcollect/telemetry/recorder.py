@@ -104,7 +104,7 @@ class StatsRecorder:
         self._names = metrics
         # Reentrant: garbage collection while it is held may close a collector.
         self._lock = threading.RLock()
-        self._tallies: dict[int, _Tally] = {}
+        self._tallies: defaultdict[int, _Tally] = defaultdict(self._new_tally)
         self._servers: defaultdict[int, _Tally] = defaultdict(self._new_tally)
         self._activity: Activity | None = None  # before the first batch, at rest, and at the end
         self._since = 0
@@ -184,7 +184,7 @@ class StatsRecorder:
     def joined(self, worker_id: int, incarnation: int, *, is_server: bool = False) -> None:
         """A process has joined the slot of a worker, or of an inference server."""
         with self._lock:
-            tally = self._servers[worker_id] if is_server else self._tally(worker_id)
+            tally = self._servers[worker_id] if is_server else self._tallies[worker_id]
             tally.counts["num_restarts"] += tally.incarnation not in (None, incarnation)
             tally.incarnation = incarnation
 
@@ -195,7 +195,7 @@ class StatsRecorder:
             self._trace.rollout(process, header.spans, asked_at or 0, self._clock())
         work = header.work
         with self._lock:
-            tally = self._tally(header.worker_id)
+            tally = self._tallies[header.worker_id]
             rested_ns = self._rested_ns
             if self._activity is None and self._marks:
                 rested_ns += self._clock() - self._since
@@ -215,9 +215,9 @@ class StatsRecorder:
         """Episodes were played to evaluate the policy."""
         with self._lock:
             for worker_id in evaluation.worker_id.tolist():
-                self._tally(worker_id).counts["num_evaluated"] += 1
+                self._tallies[worker_id].counts["num_evaluated"] += 1
             for worker_id, count in evaluation.num_env_faults.items():
-                self._tally(worker_id).counts["evaluation_faults"] += count
+                self._tallies[worker_id].counts["evaluation_faults"] += count
             self._faults.extend(evaluation.env_faults)
             summary = evaluation.summary()
             if summary.policy_version >= self._evaluation.policy_version:
@@ -231,7 +231,7 @@ class StatsRecorder:
     def evaluation_failed(self, error: EnvError) -> None:
         """An env raised too often in an evaluation."""
         with self._lock:
-            self._tally(error.worker_id or 0).counts["evaluation_faults"] += error.num_env_faults
+            self._tallies[error.worker_id or 0].counts["evaluation_faults"] += error.num_env_faults
             self._faults.extend(error.env_faults)
 
     def log(self, values: Mapping[str, float]) -> None:
@@ -252,7 +252,7 @@ class StatsRecorder:
     def fetched(self, worker_id: int, num_bytes: int, took_ns: int) -> None:
         """A rollout was fetched."""
         with self._lock:
-            tally = self._tally(worker_id)
+            tally = self._tallies[worker_id]
             tally.counts["num_bytes"] += num_bytes
             tally.counts["transfer_ns"] += took_ns
         if self._trace is not None:
@@ -263,18 +263,12 @@ class StatsRecorder:
         """A batch was delivered: worker_ids, lags, and the numbers of frames that have them."""
         with self._lock:
             for worker_id, lag, count in batch:
-                self._tally(worker_id).lags[lag] += count
+                self._tallies[worker_id].lags[lag] += count
             now = self._clock()
             if now - self._marks[-1].at >= _MARK_EVERY_NS:
                 self._marks.append(self._mark(now))
                 while len(self._marks) > 2 and self._marks[1].at <= now - _RECENT_NS:
                     self._marks.popleft()
-
-    def _tally(self, worker_id: int) -> _Tally:
-        tally = self._tallies.get(worker_id)
-        if tally is None:
-            tally = self._tallies[worker_id] = self._new_tally()
-        return tally
 
     def _new_tally(self) -> _Tally:
         return _Tally({name: deque(maxlen=_RECENT_EPISODES) for name in self._names})
@@ -315,7 +309,7 @@ class StatsRecorder:
                 every.counts.update(tally.counts, server_restarts=tally.counts["num_restarts"])
             workers = {}
             for worker_id in sorted({*self._tallies, *states}):
-                tally = self._tally(worker_id)
+                tally = self._tallies[worker_id]
                 pid, host = processes.get(worker_id, (0, ""))
                 every.lags.update(tally.lags)
                 tally.counts.update(dict(zip(_SUMS, tally.sums, strict=True)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 
 from distcollect.common.threads import run_aside
 from distcollect.errors import LaunchError
@@ -33,9 +34,10 @@ class PeerConnection:
             name: what to call this process if it can't connect.
             log_level: of the line that says so.
         """
-        self._name, self._log_level, self._endpoint = name, log_level, endpoint
+        self._log_level, self._endpoint = log_level, endpoint
         host, _, port = endpoint.rpartition(":")
-        self._where = TrainerAddress(host, int(port), token)
+        where = TrainerAddress(host, int(port), token)
+        self._join = partial(join, lambda: where, Hello(), ANSWER_TIMEOUT_S, name=name)
         self._joined: Future[ControlConnection] = Future()
         self._is_over = False
 
@@ -61,13 +63,7 @@ class PeerConnection:
 
     def _serve(self, packets: PacketReceiver) -> None:
         try:
-            connection, _ = join(
-                lambda: self._where,
-                Hello(),
-                ANSWER_TIMEOUT_S,
-                name=self._name,
-                give_up_if_refused=True,
-            )
+            connection, _ = self._join(give_up_if_refused=True)
         except LaunchError as error:
             log.log(self._log_level, "%s", error)
             self._joined.set_exception(error)

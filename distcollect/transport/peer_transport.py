@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from abc import abstractmethod
+from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
+from distcollect.common.waiting import settle
 from distcollect.net.messages import PeerAddress
+from distcollect.rollout.layout import Tensors
 from distcollect.transport.copying import Copier, PeerMemory
 from distcollect.transport.pending_answers import PendingAnswers
 from distcollect.transport.protocol import Deliver, Offer, Transport
 
 
-class Peer(Protocol):
+@dataclass(eq=False)
+class Peer:
     """A process that can be called.
 
     Attributes:
@@ -22,7 +27,9 @@ class Peer(Protocol):
     """
 
     address: PeerAddress
-    memory: PeerMemory | None
+
+    def __post_init__(self) -> None:
+        self.memory = PeerMemory.of(self.address.memory_sample)
 
 
 P = TypeVar("P", bound=Peer)
@@ -52,8 +59,30 @@ class PeerTransport(Transport, Generic[P]):
         sample = None if known is None else known.address.memory_sample
         return None if sample is None else sample.host
 
-    def _offered(self, peer: int, ask: Callable[[Any, Deliver], None], deliver: Deliver) -> Deliver:
-        """Return what offers the answer: a header, and its tensors or by what ``ask`` gets them."""
+    @abstractmethod
+    def _ask(self, peer: int, question: tuple[Any, ...], deliver: Deliver) -> None:
+        """Send a question to a peer; ``deliver`` gets the answer."""
+
+    def _answer(self, peer: int, *question: Any) -> Future[Any]:
+        """Send a question to a peer, and return its answer."""
+        answer: Future[Any] = Future()
+        self._ask(peer, question, partial(settle, answer))
+        return answer
+
+    def _rollout(self, peer: int, *question: Any) -> Future[Tensors]:
+        """Send a question to a peer whose answer is a rollout, and return that."""
+        fetched: Future[Tensors] = Future()
+        copied = partial(self._copied, peer, self._peers.get(peer), partial(settle, fetched))
+        self._ask(peer, question, copied)
+        return fetched
+
+    def _collect(
+        self, peer: int, question: tuple[Any, ...], fetching: Any, deliver: Deliver
+    ) -> None:
+        """Ask for a rollout, and offer what comes: its header, and its tensors or their place.
+
+        The question (fetching, place) asks for the tensors.
+        """
         known = self._peers.get(peer)  # whose memory is read even if it is disconnected meanwhile
 
         def offer(sent: Any, error: BaseException | None) -> None:
@@ -67,11 +96,11 @@ class PeerTransport(Transport, Generic[P]):
                 if isinstance(rest[-1], list):
                     copied(rest[-1])
                 else:
-                    ask(rest[0], copied)
+                    self._ask(peer, (fetching, rest[0]), copied)
 
             deliver(Offer(header, fetch), None)
 
-        return offer
+        self._ask(peer, question, offer)
 
     def _copied(
         self,

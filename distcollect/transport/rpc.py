@@ -16,12 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from functools import partial
 from typing import Any
 
 import torch
 
-from distcollect.common.waiting import settle
 from distcollect.net.messages import PeerAddress
 from distcollect.net.server import Connection
 from distcollect.rollout.layout import Tensors
@@ -57,26 +55,22 @@ class RpcTransport(PeerTransport[AgentPeer]):
                 self._peers[peer] = self._agents.add(address)
 
     def call(self, peer: int, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
-        return self._future(peer, serve_call, (method.__name__, args, kwargs))
+        return self._answer(peer, serve_call, method.__name__, args, kwargs)
 
     def collect(self, peer: int, request: CollectRequest, deliver: Deliver) -> None:
         request = request._replace(shared=self.shares_memory(peer))
-        fetch = lambda rref, copied: self._ask(peer, serve_rollout, (rref,), copied)  # noqa: E731
-        self._ask(peer, serve_collect, (request,), self._offered(peer, fetch, deliver))
+        self._collect(peer, (serve_collect, request), serve_rollout, deliver)
 
     def hand_over(self, peer: int, sequence: int, key: str, keep_s: float) -> Future[Any]:
-        return self._future(peer, serve_hand_over, (sequence, key, keep_s))
+        return self._answer(peer, serve_hand_over, sequence, key, keep_s)
 
     def fetch_handover(self, peer: int, key: str, held: Any) -> Future[Tensors]:
-        fetched: Future[Tensors] = Future()
-        copied = partial(self._copied, peer, self._peers.get(peer), partial(settle, fetched))
-        self._ask(peer, serve_rollout, (held, key, self.shares_memory(peer)), copied)
-        return fetched
+        return self._rollout(peer, serve_rollout, held, key, self.shares_memory(peer))
 
     def ping(self, peer: int) -> Future[Any]:
         # An operator of torch's is answered without the peer's interpreter, whose lock an env may
         # hold.
-        return self._future(peer, torch.add, PING)
+        return self._answer(peer, torch.add, *PING)
 
     def disconnect(self, peer: int) -> None:
         with self._lock:
@@ -97,14 +91,9 @@ class RpcTransport(PeerTransport[AgentPeer]):
         for peer in peers:
             self._pending.fail(peer)
 
-    def _future(self, peer: int, function: Any, args: tuple[Any, ...]) -> Future[Any]:
-        """Call a function in a peer's process."""
-        answer: Future[Any] = Future()
-        self._ask(peer, function, args, partial(settle, answer))
-        return answer
-
-    def _ask(self, peer: int, function: Any, args: tuple[Any, ...], deliver: Deliver) -> None:
-        """Call a function in a peer's process; ``deliver`` gets the answer."""
+    def _ask(self, peer: int, question: tuple[Any, ...], deliver: Deliver) -> None:
+        # A question is a function, which is called in the peer's process, and its arguments.
+        function, *args = question
         answer = self._pending.expect(peer, deliver)
 
         def arrived(done: torch.futures.Future[Any]) -> None:
@@ -116,7 +105,7 @@ class RpcTransport(PeerTransport[AgentPeer]):
             self._pending.complete(answer, outcome)
 
         try:
-            self._agents.call(self._peers[peer], function, args).add_done_callback(arrived)
+            self._agents.call(self._peers[peer], function, tuple(args)).add_done_callback(arrived)
         except (KeyError, RuntimeError) as error:
             self._pending.complete(answer, error=peer_is_gone(peer, error))
         except Exception as error:  # noqa: BLE001 - an argument can't be pickled: nothing was sent

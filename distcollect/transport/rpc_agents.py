@@ -31,7 +31,7 @@ from distcollect.common.threads import run_aside
 from distcollect.errors import CollectorStateError, LaunchError
 from distcollect.net.interfaces import check_not_public, interface_of, same_address
 from distcollect.net.messages import PeerAddress
-from distcollect.transport.copying import PeerMemory
+from distcollect.transport.peer_transport import Peer
 from distcollect.transport.pending_answers import PendingAnswer, PendingAnswers
 from distcollect.version import TESTED
 
@@ -70,20 +70,14 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
-class AgentPeer:
+class AgentPeer(Peer):
     """A process that a transport of this one can call.
 
     Attributes:
-        address: how it is reached.
         info: what torch knows of it, under its number in the agent that calls now.
-        memory: its memory, if that can be mapped here.
     """
 
-    address: PeerAddress
     info: Any = None
-
-    def __post_init__(self) -> None:
-        self.memory = PeerMemory.of(self.address.memory_sample)
 
 
 class RpcAgents:

@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
-from typing import Any
 
+from distcollect.common.peer_ids import identity
 from distcollect.errors import ArgumentError
 from distcollect.net.client import ControlConnection
-from distcollect.net.server import Connection
+from distcollect.net.server import Connection, JoinServer
 from distcollect.transport.protocol import Server, Service, Transport
 from distcollect.transport.tcp import TcpTransport
 from distcollect.transport.tcp_server import TcpServer
 
 TRANSPORT = "DISTCOLLECT_TRANSPORT"
 RPC, TCP = "rpc", "tcp"
+# Of a trainer's process, and of each of its workers'; measured with torch 2.13.
+RPC_PORTS = 17
 
 log = logging.getLogger(__name__)
-
-
-def _rpc(module: str) -> Any:
-    """Import a module that needs torch's RPC: some torch may be without it.
-
-    Raises:
-        ImportError: this one is.
-    """
-    return importlib.import_module(f"distcollect.transport.{module}")
 
 
 def chosen(wanted: str | None, default: str = RPC) -> str:
@@ -46,7 +38,9 @@ def chosen(wanted: str | None, default: str = RPC) -> str:
     if (value or default) == TCP:
         return TCP
     try:
-        missing: list[str] = _rpc("rpc_agents").missing_symbols()
+        from distcollect.transport.rpc_agents import missing_symbols  # noqa: PLC0415
+
+        missing = missing_symbols()
     except ImportError as error:
         missing = [f"RPC ({error})"]
     if not missing:
@@ -71,8 +65,9 @@ def start_transport(name: str, address: str, token: str) -> Transport:
     """
     if name == TCP:
         return TcpTransport(token)
-    transport: Transport = _rpc("rpc").RpcTransport(address)
-    return transport
+    from distcollect.transport.rpc import RpcTransport  # noqa: PLC0415 - some torch has no RPC
+
+    return RpcTransport(address)
 
 
 def start_server(
@@ -90,5 +85,29 @@ def start_server(
     """
     if name == TCP:
         return TcpServer(service, connection)
-    server: Server = _rpc("rpc_server").RpcServer(service, address)
-    return server
+    from distcollect.transport.rpc_server import RpcServer  # noqa: PLC0415 - see above
+
+    return RpcServer(service, address)
+
+
+def exposure(transport: str, address: str, server: JoinServer | None) -> list[str]:
+    """Return sentences, first about the port by which workers join.
+
+    Args:
+        transport: its name.
+        address: this host's, on the interface by which workers reach it.
+        server: where they join; None: all are started here.
+    """
+    said = ["nothing listens for workers that join, as all are started here"]
+    if server is not None and server.port:
+        encrypted = "TLS 1.3 encrypts all of it" if server.tls else "nothing is encrypted"
+        who = f"who knows the token may connect; {encrypted}"
+        said = [f"workers join at {address}:{server.port}; {who}"]
+    if transport == RPC:
+        said.append(
+            f"torch's RPC listens at {RPC_PORTS} ports of {address}, and as many of each worker's "
+            "host; whoever reaches one may run code; nothing is encrypted"
+        )
+    elif identity().num_trainers > 1:
+        said.append("each worker listens for the other trainers in the same way")
+    return [f"transport={transport!r}: {each}" for each in said]

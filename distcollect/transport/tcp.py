@@ -23,20 +23,17 @@ import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from distcollect.common import tensor_cache
-from distcollect.common.waiting import settle
 from distcollect.net.framing import Buffer, Packet
 from distcollect.net.messages import PeerAddress
 from distcollect.net.server import Connection
 from distcollect.rollout.layout import Tensors
 from distcollect.transport import packing
-from distcollect.transport.copying import PeerMemory
 from distcollect.transport.peer_connection import PeerConnection
-from distcollect.transport.peer_transport import PeerTransport
+from distcollect.transport.peer_transport import Peer, PeerTransport
 from distcollect.transport.pending_answers import PendingAnswer, PendingAnswers, peer_is_gone
 from distcollect.transport.protocol import CollectRequest, Deliver
 from distcollect.transport.tcp_server import Question
@@ -51,24 +48,21 @@ _NOT_ALIVE = frozenset("TtZX")
 
 
 @dataclass(eq=False)
-class _Peer:
+class _Peer(Peer):
     """A worker's process.
 
     Attributes:
         peer: its id.
-        address: what it said of itself.
         connection: with it.
         pending: the answers that are still to come, of all processes.
-        memory: its memory, if that can be mapped here.
     """
 
     peer: int
-    address: PeerAddress
     connection: Connection | PeerConnection
     pending: PendingAnswers
 
     def __post_init__(self) -> None:
-        self.memory = PeerMemory.of(self.address.memory_sample)
+        super().__post_init__()
         self._numbers = itertools.count()
         self._open: dict[int, PendingAnswer] = {}
 
@@ -130,41 +124,30 @@ class TcpTransport(PeerTransport[_Peer]):
             if peer in self._peers or self._is_closed or not (connection or address.endpoint):
                 return
             by = connection or PeerConnection(address.endpoint, self._token, _NAME)
-            known = self._peers[peer] = _Peer(peer, address, by, self._pending)
+            known = self._peers[peer] = _Peer(address, peer, by, self._pending)
         by.carry(known)
 
     def call(self, peer: int, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
-        answer: Future[Any] = Future()
-        question = (Question.CALL, method.__name__, args, kwargs)
-        self._ask(peer, question, partial(settle, answer))
-        return answer
+        return self._answer(peer, Question.CALL, method.__name__, args, kwargs)
 
     def collect(self, peer: int, request: CollectRequest, deliver: Deliver) -> None:
         inline_bytes = min(_INLINE_BYTES, _INLINE_BYTES_OF_ALL // (len(self._peers) or 1))
-        asked = (*request[:-2], self.shares_memory(peer), inline_bytes)
-        fetch = lambda number, copied: self._ask(peer, (Question.FETCH, number), copied)  # noqa: E731
-        self._ask(peer, (Question.COLLECT, *asked), self._offered(peer, fetch, deliver))
+        question = (Question.COLLECT, *request[:-2], self.shares_memory(peer), inline_bytes)
+        self._collect(peer, question, Question.FETCH, deliver)
 
     def hand_over(self, peer: int, sequence: int, key: str, keep_s: float) -> Future[Any]:
         return self.call(peer, WorkerService.hand_over, sequence, key, keep_s)
 
     def fetch_handover(self, peer: int, key: str, held: Any) -> Future[Tensors]:
-        fetched: Future[Tensors] = Future()
         args = (key, self.shares_memory(peer))
-        self._ask(
-            peer,
-            (Question.CALL, WorkerService.read_handover.__name__, args, {}),
-            partial(self._copied, peer, self._peers.get(peer), partial(settle, fetched)),
-        )
-        return fetched
+        return self._rollout(peer, Question.CALL, WorkerService.read_handover.__name__, args, {})
 
     def ping(self, peer: int) -> Future[Any]:
-        answer: Future[Any] = Future()
         known = self._peers.get(peer)
-        if known is not None and known.is_seen_alive:
-            answer.set_result(None)
-        else:
-            self._ask(peer, (Question.PING,), partial(settle, answer))
+        if known is None or not known.is_seen_alive:
+            return self._answer(peer, Question.PING)
+        answer: Future[Any] = Future()
+        answer.set_result(None)
         return answer
 
     def disconnect(self, peer: int) -> None:
@@ -183,7 +166,6 @@ class TcpTransport(PeerTransport[_Peer]):
         self._copier.close()  # at last: no more rollouts arrive
 
     def _ask(self, peer: int, question: tuple[Any, ...], deliver: Deliver) -> None:
-        """Send a question to a peer; ``deliver`` gets the answer."""
         answer = self._pending.expect(peer, deliver)
         try:
             parts = packing.pack(question)

@@ -25,10 +25,7 @@ from distcollect.transport.worker_service import WorkerService
 class Question:
     """What a trainer asks; see :mod:`.tcp`. Numbers, which are pickled and unpickled fast."""
 
-    CALL = 0
-    COLLECT = 1
-    FETCH = 2
-    PING = 3
+    CALL, COLLECT, FETCH, PING = range(4)
 
 
 class TcpServer:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from gymnasium.vector import SyncVectorEnv
 from helpers.pettingzoo_env import Lives
 from tensordict.nn import TensorDictModule
 
@@ -92,6 +93,13 @@ def test_groups_of_ones_own() -> None:
 def test_groups_that_cannot_be(groups: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         dc.PettingZooEnv(Lives(), groups)
+
+
+def test_a_vector_env_of_them_is_refused() -> None:
+    """It would lose the agents' rewards."""
+    env = SyncVectorEnv([lambda: dc.PettingZooEnv(Lives())])
+    with pytest.raises(dc.ArgumentError, match=r"loses the rewards .* envs_per_worker"):
+        dc.SyncDataCollector(lambda: env, frames_per_batch=4)
 
 
 def test_an_entry_of_a_name_that_is_taken() -> None:

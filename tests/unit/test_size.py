@@ -14,8 +14,8 @@ from helpers.paths import ROOT
 
 PACKAGE = ROOT / "distcollect"
 LONGEST_MODULE = 450
-LIMITS = {PACKAGE: 29_589, PACKAGE / "commands": 2_028, ROOT / "tests": 39_674}
-LIMITS |= {PACKAGE / "net": 1_426, PACKAGE / "transport": 1_204}
+LIMITS = {PACKAGE: 29_547, PACKAGE / "commands": 2_025, ROOT / "tests": 39_877}
+LIMITS |= {PACKAGE / "net": 1_413, PACKAGE / "transport": 1_183}
 
 
 def code_lines(path: Path) -> int:

@@ -118,7 +118,7 @@ def _examine(launch: Launch, ranks: Ranks) -> bool:
     findings = [*ranks.findings, *checks.check_versions(list(reports.values()))]
     for each in reports.values():
         findings += checks.check_host(each, launch.num_hosts, launch.num_workers)
-    findings += _examine_links(ranks)
+    findings += _examine_links(ranks, reports)
     _say(*_problem_list(findings) or ["nothing is wrong"])
     if chosen(None) == RPC:
         _say(
@@ -127,9 +127,8 @@ def _examine(launch: Launch, ranks: Ranks) -> bool:
     return bool(findings)
 
 
-def _examine_links(ranks: Ranks) -> list[Finding]:
+def _examine_links(ranks: Ranks, reports: Mapping[int, HostReport]) -> list[Finding]:
     """Measure the links between all hosts, and print them; return the problems."""
-    reports = dict(sorted(ranks.reports.items()))
     findings: list[Finding] = []
     measured: dict[int, Link] = {}  # of one rank of each host
     reached: list[int] = []

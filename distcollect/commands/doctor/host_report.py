@@ -15,8 +15,7 @@ from distcollect.common import open_files
 from distcollect.common.memory_segment import namespace
 from distcollect.launch.cpu_placement import Host, cgroup_folders
 from distcollect.net.interfaces import interface_of, interfaces, own_address_of
-from distcollect.transport.exposure import RPC_PORTS
-from distcollect.transport.start import RPC
+from distcollect.transport.start import RPC, RPC_PORTS
 
 # Each names a network interface: for torch's RPC, Gloo and NCCL.
 INTERFACE_VARIABLES = ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")

@@ -37,8 +37,7 @@ from distcollect.net.messages import (
 )
 from distcollect.net.server import Connection, JoinServer, JoinServerEvents
 from distcollect.net.tls import trainer_tls
-from distcollect.transport.exposure import exposure
-from distcollect.transport.start import chosen, start_server, start_transport
+from distcollect.transport.start import chosen, exposure, start_server, start_transport
 from distcollect.transport.worker_service import WeightSource
 from distcollect.weights.broadcast import BroadcastUpdater
 from distcollect.weights.updaters import TransportUpdater, UpdaterContext, WeightUpdaterBase

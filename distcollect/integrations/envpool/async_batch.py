@@ -42,12 +42,12 @@ class AsyncPoolBatch(EnvPoolBatch):
         """
         self._doing = np.full(env.num_envs, _Doing.NOTHING)
         super().__init__(env, info_keys, maker)
-        self._allocate(int(self._pool.config["batch_size"]))
+        self._allocate(int(self._env.config["batch_size"]))
         self.final = self.obs  # no reset overwrites the last observation of an episode
         self._real = np.zeros(self.num_ready, bool)
         self._result = self._result._replace(real=self._real)
         self._find_places(env)
-        self._row_at = list(self._pool._state_keys).index("info:env_id")
+        self._row_at = list(self._env._state_keys).index("info:env_id")
         # The rows that wait for others, with their observations; and those that go on after that.
         self._waits = np.zeros(self.num_envs, bool)
         self._kept: Arrays = {leaf.key: leaf.zeros(self.num_envs) for leaf in self.leaves}
@@ -65,7 +65,7 @@ class AsyncPoolBatch(EnvPoolBatch):
         super().rebuild(rows, seeds)
 
     def _reset_member(self, index: int, seeds: Sequence[int] | None) -> None:
-        if (size := self._pool.config["batch_size"]) != self.num_ready:
+        if (size := self._env.config["batch_size"]) != self.num_ready:
             raise EnvError(
                 f"{self.name()}: made a second time, it has another batch_size than before, "
                 f"{size} instead of {self.num_ready}"
@@ -84,7 +84,7 @@ class AsyncPoolBatch(EnvPoolBatch):
         rows = self.rows[self.acting]
         if len(rows):
             some = {key: array[self.acting] for key, array in action.items()}
-            self._pool._send(self._native_inputs(some, rows.astype(np.int32)))
+            self._env._send(self._native_inputs(some, rows.astype(np.int32)))
             self._doing[rows] = _Doing.STEP
         if len(self._resuming):
             self._show_resuming()
@@ -94,7 +94,7 @@ class AsyncPoolBatch(EnvPoolBatch):
 
     def _receive(self) -> None:
         """Wait for m results, and reset the rows that need it."""
-        state = self._pool._recv()
+        state = self._env._recv()
         self.rows = rows = np.asarray(state[self._row_at]).astype(np.int64)
         did = self._doing[rows]
         self._doing[rows] = _Doing.NOTHING
@@ -110,7 +110,7 @@ class AsyncPoolBatch(EnvPoolBatch):
     def _reset(self, rows: np.ndarray) -> None:
         """Reset ``rows``, with which EnvPool does nothing."""
         if len(rows):
-            self._pool._reset(rows.astype(np.int32))
+            self._env._reset(rows.astype(np.int32))
             self._doing[rows] = _Doing.RESET
 
     def hold(self, rows: np.ndarray) -> np.ndarray:

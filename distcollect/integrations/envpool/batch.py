@@ -63,10 +63,6 @@ class EnvPoolBatch(VectorBatch):
         super().__init__(env, info_keys, maker)
         self._find_places(env)
 
-    @property
-    def _pool(self) -> Any:
-        return self.members[0]
-
     def _find_places(self, pool: Any) -> None:
         """Find out where in EnvPool's native arguments and results everything stands."""
         keys, inputs = list(pool._state_keys), list(pool.spec.action_array_spec)
@@ -135,7 +131,7 @@ class EnvPoolBatch(VectorBatch):
         The actions are copies, as the engine reuses the memory.
         """
         if self._native_dtype is None:
-            return self._pool._from(self._action_for_env(action), ids)
+            return self._env._from(self._action_for_env(action), ids)
         inputs = [ids, ids, ids]
         inputs[self._action_at] = action[self._action_parts[0][0]].astype(self._native_dtype, "C")
         return inputs
@@ -157,7 +153,7 @@ class EnvPoolBatch(VectorBatch):
 
     def _step_pool(self, action: Arrays) -> Step:
         """Step all rows, and reset those whose episode ended."""
-        pool = self._pool
+        pool = self._env
         pool._send(self._native_inputs(action, self._ids))
         state = pool._recv()
         ended = self._over(state, slice(None)).nonzero()[0]
@@ -182,7 +178,7 @@ class EnvPoolBatch(VectorBatch):
             return
         self._being_reset = None
         try:
-            state = self._pool._recv()
+            state = self._env._recv()
             for leaf, obs, _, place in self._carried_at:
                 some = state[place]
                 if some.dtype != obs.dtype or some.shape[1:] != leaf.shape:

@@ -293,5 +293,4 @@ def run_command(command: Sequence[str], timeout_s: float) -> subprocess.Complete
 
 
 def _log(what: str) -> None:
-    sys.stderr.write(f"distcollect: {what}\n")
-    sys.stderr.flush()
+    print(f"distcollect: {what}", file=sys.stderr, flush=True)

@@ -36,6 +36,7 @@ class TorchRLEnvs(Envs):
     Attributes:
         num_envs: n, the number of rows.
         batch_size: of the TensorDicts that the envs take and give.
+        device: where the envs compute; None: unknown.
         members: the envs.
         num_stepped: how many rows had made their transition when an env raised in the last step;
             with that env's own if its reset raised.
@@ -60,17 +61,12 @@ class TorchRLEnvs(Envs):
             let_processes_run(env)
         single = envs[0].batch_size
         self.batch_size = torch.Size([len(envs)]) if len(envs) > 1 else single
+        self.device: torch.device | None = envs[0].device
         super().__init__(self.batch_size.numel(), envs, makers)
         self._max_frames: int | None = None
         self._adapters: list[Callable[[TorchRLEnv], TorchRLEnv]] = []
         for row, env in enumerate(envs[1:], start=1):
             self._check_like(env, row)
-
-    @property
-    def device(self) -> torch.device | None:
-        """Where the envs compute; None: unknown."""
-        device: torch.device | None = self.members[0].device
-        return device
 
     def adapt(self, change: Callable[[TorchRLEnv], TorchRLEnv]) -> None:
         """Replace each env, and each one that is made later, by ``change(env)``."""
