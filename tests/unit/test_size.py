@@ -14,7 +14,7 @@ from helpers.paths import ROOT
 
 PACKAGE = ROOT / "distcollect"
 LONGEST_MODULE = 450
-LIMITS = {PACKAGE: 29_548, PACKAGE / "commands": 2_025, ROOT / "tests": 39_877}
+LIMITS = {PACKAGE: 29_556, PACKAGE / "commands": 2_025, ROOT / "tests": 39_879}
 LIMITS |= {PACKAGE / "net": 1_413, PACKAGE / "transport": 1_183}
 
 
