@@ -9,6 +9,7 @@ import io
 import logging
 import math
 import os
+import pickle
 import re
 import reprlib
 import shutil
@@ -19,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -47,6 +49,14 @@ _Result: TypeAlias = tuple[float, float]
 _NO_RESULT: _Result = (0.0, -math.inf)
 # Between two looks whether SLURM has started the trainer again elsewhere: a file on a shared disk.
 _CHECK_START_S = 10.0
+_LOADABLE = (
+    bool,
+    int,
+    float,
+    str,
+    list,
+    torch.Tensor,
+)  # types of values in dicts; others are tried
 _ADDING_S = 60.0  # for a batch that is being added to a buffer
 _made: list[weakref.ref[Checkpoint]] = []  # in this process
 _written: set[Path] = set()  # by this process
@@ -151,6 +161,7 @@ class Checkpoint:
                     f"{name}={reprlib.repr(part)}{hint}: {type(part).__name__} has no state_dict() "
                     "and load_state_dict(); name objects that have both, or dicts"
                 )
+            _check_dict(name, part)
         collectors = [part for part in parts.values() if isinstance(part, DataCollectorBase)]
         if best is not None and not collectors:
             raise ArgumentError(f"best={best!r} needs a collector among the parts: collector=...")
@@ -270,7 +281,7 @@ class Checkpoint:
 
     def _write(self) -> None:
         states = {
-            name: part if isinstance(part, dict) else part.state_dict()
+            name: _of_python(part) if isinstance(part, dict) else part.state_dict()
             for name, part in self._parts.items()
         }
         result, weights = self._result()
@@ -289,9 +300,7 @@ class Checkpoint:
             self._check_best_path()
         try:
             with replacing(self.path) as file:
-                torch.save(saved, file)
-                file.flush()
-                _check_loadable(Path(file.name), states)
+                _save_loadable(saved, file, states)
                 self._keep_older()
             if is_best and weights is not None:
                 # Meanwhile the policy may have learned.
@@ -409,6 +418,8 @@ class Checkpoint:
                 OSError: as :meth:`save`.
         """
         self._check()
+        for name, part in self._parts.items():
+            _check_dict(name, part)
         if time.monotonic() - self._start_checked_at >= _CHECK_START_S:
             self._check_start()
         if signals.requested_signal():
@@ -528,32 +539,66 @@ def _link(path: Path, other: Path) -> None:
     draft.replace(other)
 
 
-def _check_loadable(draft: Path, states: Mapping[str, Any]) -> None:
-    """Check that a file can be loaded, before it replaces another: later would be too late.
+def _save_loadable(saved: Any, file: Any, states: Mapping[str, Any]) -> None:
+    """Save to a file, and check that it can be loaded before it replaces another one.
 
     Raises:
         ArgumentTypeError: it can't; names the part.
     """
     try:
+        torch.save(saved, file)
+        file.flush()
         # Without reading the tensors.
-        torch.load(draft, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:
+        torch.load(file.name, map_location="cpu", weights_only=True, mmap=True)
+    except (pickle.PickleError, AttributeError, TypeError) as error:
         found = [name for name, state in states.items() if not _can_be_loaded(state)]
+        # Torch's own message is about settings that users can't make here.
+        what = re.search(r"GLOBAL (\S+)", str(error))
+        why = str(error).partition("\n")[0] if what is None else f"it has a {what[1]}"
         raise ArgumentTypeError(
-            f"the state of {' and '.join(found or states)} could not be loaded again: {error}; its "
+            f"the state of {' and '.join(found or states)} could not be loaded again ({why}): its "
             "state_dict() has to give tensors and plain Python values"
         ) from error
 
 
 def _can_be_loaded(state: Any) -> bool:
     file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
     try:
+        torch.save(state, file)
+        file.seek(0)
         torch.load(file, weights_only=True)
     except Exception:  # noqa: BLE001 - whatever it is, it can't be loaded
         return False
     return True
+
+
+def _check_dict(name: str, part: Any) -> None:
+    """Check the values of a dict: only at the next save, what was learned would be lost.
+
+    What is in lists is left to the save, as it may be much.
+
+    Raises:
+        ArgumentTypeError: a value could not be loaded again.
+    """
+    for key, value in part.items() if isinstance(part, dict) else ():
+        if isinstance(value, dict):
+            _check_dict(f"{name}[{key!r}]", value)
+        elif not (
+            type(value) in _LOADABLE
+            or isinstance(value, torch.Tensor)
+            or _can_be_loaded(_of_python(value))
+        ):
+            raise ArgumentTypeError(
+                f"{name}[{key!r}] is a {type(value).__name__}, which could not be loaded again: "
+                "give numbers, strings, tensors, or lists and dicts of these"
+            )
+
+
+def _of_python(value: Any) -> Any:
+    """Return a value, or those in dicts, as Python's own numbers if they are NumPy's."""
+    if type(value) is dict:
+        return {key: _of_python(each) for key, each in value.items()}
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _publish(publish: Any) -> None:

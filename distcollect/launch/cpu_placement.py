@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from distcollect.common.cgroups import CGROUPS, MEMBERSHIP, cgroup_folders
+
 PIN = "DISTCOLLECT_PIN"
 _AFFINITY_VARIABLES = ("KMP_AFFINITY", "GOMP_CPU_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND")
-_CGROUPS = Path("/sys/fs/cgroup")
 _NODES = Path("/sys/devices/system/node")
 
 
@@ -129,7 +130,7 @@ def read_nodes(folder: Path = _NODES) -> tuple[tuple[int, ...], ...]:
     return tuple(read_cores(path.read_text()) for path in lists)
 
 
-def read_quota(root: Path = _CGROUPS, membership: Path = Path("/proc/self/cgroup")) -> float | None:
+def read_quota(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> float | None:
     """CPU seconds per second that this process's cgroup and its ancestors grant; None: no limit."""
     # loky.cpu_count() reads the limit of the root cgroup only, so it misses SLURM's and systemd's;
     # it also rounds up, and does not count the cores of a container. psutil and os know no cgroups.
@@ -142,22 +143,3 @@ def read_quota(root: Path = _CGROUPS, membership: Path = Path("/proc/self/cgroup
                 if quota not in ("max", "-1"):
                     grants.append(int(quota) / int(period))
     return min(grants, default=None)
-
-
-def cgroup_folders(root: Path, membership: Path, controller: str) -> Sequence[Path]:
-    """The folders of this process's cgroup and of its ancestors, the innermost first."""
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        return ()
-    found: list[Path] = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and controller not in controllers.split(","):
-            continue
-        # Version 2 has one tree; version 1 has one for each controller.
-        top = root / controllers if controllers else root
-        inside = top / path.lstrip("/")
-        # In a container the path may be the host's, while only a part of the tree is mounted.
-        found += [folder for folder in (inside, *inside.parents) if folder.is_relative_to(top)]
-    return found

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from distcollect.common.cgroups import check_free
 from distcollect.common.refusing import refusing
 from distcollect.rollout.layout import FAULTED, POLICY_VERSION, TRAJ_IDS, Layout
 from distcollect.rollout.spaces import Arrays, Key, indexable
@@ -47,6 +48,7 @@ class RolloutMemory:
         self._wire = wire_layout(layout, num_steps, self.wire_form)
         takes = f"a rollout of {num_steps:,} steps takes {self._wire.num_bytes / 1e9:,.1f} GB"
         with refusing(takes, "take a smaller frames_per_batch, or more workers", Exception):
+            check_free(self._wire.num_bytes)
             self._memory, self._shared = self._wire.allocate()
         tensors = self._wire.leaves(self._memory)
         per_frame = layout.per_frame

@@ -47,7 +47,7 @@ UNEQUAL = [SamplingEnv, lambda: SamplingEnv(spaces.Box(-1, 1, (7,)))]
         ({"policy_factory": broken_factory}, dc.PolicyError, "OSError.*no checkp", "broken_fact"),
         ({"init_fn": broken_factory}, dc.WorkerError, "init_fn raised OSError", "broken_fact"),
         ({"post_collect_hook": broken_factory}, dc.WorkerError, "hook raised OSEr", "broken_fact"),
-        ({"frames_per_batch": 10**13}, dc.ArgumentError, "GB .Cannot alloc.*smaller frames_", ""),
+        ({"frames_per_batch": 10**10}, dc.ArgumentError, "GB .*GB are free.*smaller frames_", ""),
         ({"create_env_fn": UNEQUAL, "num_workers": 2}, dc.WorkerMismatch, OTHER_SPACES, ""),
     ],
     ids=["space", "factory", "init_fn", "hook", "memory", "spaces"],

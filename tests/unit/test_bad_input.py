@@ -38,6 +38,13 @@ def test_deadlines_that_make_no_sense(number: Any, error: type[Exception], messa
         make(**{name: 1e8})
 
 
+def test_a_rollout_that_does_not_fit_into_memory() -> None:
+    collector = dc.SyncDataCollector("CartPole-v1", None, frames_per_batch=10**10)
+    with pytest.raises(dc.ArgumentError, match=r"takes .* GB .* GB are free on this host"):
+        collector.next()
+    collector.shutdown()
+
+
 TEXT, GRAPH = spaces.Text(5), spaces.Graph(spaces.Discrete(2), None)
 SEQUENCE = spaces.Sequence(spaces.Discrete(2))
 

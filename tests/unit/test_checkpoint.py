@@ -8,6 +8,8 @@ import os
 import random
 import resource
 import signal
+import threading
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -87,6 +89,38 @@ def test_every_file_can_be_loaded_again(tmp_path: Path) -> None:
     assert counter.state == 1
 
 
+@pytest.mark.parametrize("state", [lambda: None, threading.Lock(), [np.float32(1)]])
+def test_a_state_that_cannot_be_saved_is_named(tmp_path: Path, state: Any) -> None:
+    checkpoint = dc.Checkpoint(tmp_path / "c.pt", policy=nn.Linear(1, 1), counter=Counter(state))
+    with pytest.raises(dc.ArgumentTypeError, match="the state of counter could not") as caught:
+        checkpoint.save()
+    assert len(str(caught.value)) < 250
+    assert not files(tmp_path)
+
+
+def test_numbers_of_numpy_in_a_dict_are_saved_as_those_of_python(tmp_path: Path) -> None:
+    progress: dict[str, Any] = {"best": np.float32(0.5), "of": {"updates": np.int64(3)}}
+    dc.Checkpoint(tmp_path / "c.pt", progress=progress).save()
+    progress.clear()
+    dc.Checkpoint(tmp_path / "c.pt", progress=progress).load()
+    assert progress == {"best": 0.5, "of": {"updates": 3}}
+    assert type(progress["best"]) is float
+
+
+@pytest.mark.parametrize("value", [np.zeros(3), Path("a"), Namespace(), lambda: None])
+def test_a_dict_is_checked_before_a_save_depends_on_it(tmp_path: Path, value: Any) -> None:
+    wrong = {"deep": {"value": value}}
+    kind = type(value).__name__
+    with pytest.raises(dc.ArgumentTypeError, match=rf"\['deep'\]\['value'\] is a {kind}"):
+        dc.Checkpoint(tmp_path / "c.pt", progress=wrong)
+    progress: dict[str, Any] = {}
+    checkpoint = dc.Checkpoint(tmp_path / "c.pt", progress=progress)
+    checkpoint.step()
+    progress["value"] = value
+    with pytest.raises(dc.ArgumentTypeError, match=rf"progress\['value'\] is a {kind}"):
+        checkpoint.step()
+
+
 def test_tensors_in_a_dict_are_loaded_in_place(tmp_path: Path) -> None:
     """An optimizer may have them; those that have another shape or dtype are replaced."""
     saved = {"alpha": nn.Parameter(torch.ones(1)), "mean": torch.ones(3), "new": torch.ones(1)}
@@ -142,7 +176,7 @@ def test_the_last_files_and_the_best_are_kept(
         assert checkpoint.load()
         assert train(collector, (4.5, 6.0)) == [False, True]
         progress["unknown"] = Path("a")
-        with pytest.raises(dc.ArgumentTypeError, match="state of progress could not be loaded"):
+        with pytest.raises(dc.ArgumentTypeError, match=r"progress\['unknown'\] is a PosixPath"):
             train(collector, (7.0,))
         del progress["unknown"]
         with monkeypatch.context() as patched:

@@ -19,10 +19,10 @@ from distcollect.commands.doctor.command import capacity_table
 from distcollect.commands.doctor.host_report import (
     HostReport,
     inspect_host,
-    read_free_bytes,
     read_num_ports,
 )
 from distcollect.commands.main import main
+from distcollect.common.cgroups import read_free_bytes
 from distcollect.transport import start
 
 

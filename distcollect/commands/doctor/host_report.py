@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import platform
 import shutil
@@ -12,8 +11,9 @@ from pathlib import Path
 import gymnasium
 
 from distcollect.common import open_files
+from distcollect.common.cgroups import read_free_bytes
 from distcollect.common.memory_segment import namespace
-from distcollect.launch.cpu_placement import Host, cgroup_folders
+from distcollect.launch.cpu_placement import Host
 from distcollect.net.interfaces import interface_of, interfaces, own_address_of
 from distcollect.transport.start import RPC, RPC_PORTS
 
@@ -118,23 +118,3 @@ def read_num_ports(file: Path = Path("/proc/sys/net/ipv4/ip_local_port_range")) 
     except (OSError, ValueError):
         return -1
     return last - first + 1
-
-
-def read_free_bytes(
-    meminfo: Path = Path("/proc/meminfo"),
-    cgroups: Path = Path("/sys/fs/cgroup"),
-    membership: Path = Path("/proc/self/cgroup"),
-) -> int:
-    """Return the memory that this process and its children can still get; -1: not known."""
-    free = []
-    with contextlib.suppress(OSError):
-        lines = meminfo.read_text().splitlines()
-        free += [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
-    # Of version 2, and of version 1.
-    of_2, of_1 = "memory.max memory.current", "memory.limit_in_bytes memory.usage_in_bytes"
-    for folder in cgroup_folders(cgroups, membership, "memory"):
-        for limit, used in (of_2.split(), of_1.split()):
-            with contextlib.suppress(OSError, ValueError):  # int("max") is no limit
-                granted = int((folder / limit).read_text())
-                free.append(granted - int((folder / used).read_text()))
-    return max(0, min(free)) if free else -1
