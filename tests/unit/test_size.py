@@ -14,7 +14,7 @@ from helpers.paths import ROOT
 
 PACKAGE = ROOT / "distcollect"
 LONGEST_MODULE = 450
-LIMITS = {PACKAGE: 29_556, PACKAGE / "commands": 2_025, ROOT / "tests": 39_879}
+LIMITS = {PACKAGE: 29_601, PACKAGE / "commands": 2_009, ROOT / "tests": 39_912}
 LIMITS |= {PACKAGE / "net": 1_413, PACKAGE / "transport": 1_183}
 
 
