@@ -85,6 +85,7 @@ def test_a_second_signal_at_exit_changes_no_exit_code(tmp_path: Path) -> None:
 
 KILLED = """
 import os, signal, sys
+import torch
 import distcollect as dc
 
 class Killed:
@@ -93,8 +94,7 @@ class Killed:
     load_state_dict = state_dict
 
 dc.checkpoint = dc.Checkpoint(sys.argv[1], part=Killed())
-from distcollect.collectors import checkpoint
-checkpoint._check_loadable = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+torch.load = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # once the draft is written
 dc.checkpoint.save()
 """
 
